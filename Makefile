@@ -79,6 +79,7 @@ bench: .venv/installed
 	$(BIN)/flax-attn bench $(ARGS)
 	$(BIN)/flax-attn bench --models $(ARGS)
 	$(BIN)/flax-attn bench --families $(ARGS)
+	$(BIN)/python tools/startup.py
 
 # ARGS='--only mistral' judges some, ARGS=--resume those that have no result yet.
 field: .venv-field/installed
@@ -92,10 +93,10 @@ field-by-hand: .venv-field/installed
 	.venv-field/bin/python -m field.page
 
 tpu: .venv-tpu/installed
-	.venv-tpu/bin/flax-attn bench --tpu $(ARGS)
+	.venv-tpu/bin/python -m tools.aot tpu $(ARGS)
 
 gpu: .venv-gpu/installed
-	.venv-gpu/bin/flax-attn bench --gpu $(ARGS)
+	.venv-gpu/bin/python -m tools.aot gpu $(ARGS)
 
 # One process a line: what compiles for a pod takes gigabytes.
 plan: .venv-tpu/installed
@@ -107,20 +108,20 @@ else
 endif
 
 test-gpu: .venv-gpu/installed
-	.venv-gpu/bin/pytest -ra tests/backends/test_cudnn_kernels.py tests/bench/test_aot.py $(ARGS)
+	.venv-gpu/bin/pytest -ra tests/backends/test_cudnn_kernels.py tests/tools/test_aot.py $(ARGS)
 
 lint: .venv/installed
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/pyright
-	$(BIN)/flax-attn docs --check
+	$(BIN)/python tools/tables.py --check
 
 format: .venv/installed
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
 tables: .venv/installed
-	$(BIN)/flax-attn docs
+	$(BIN)/python tools/tables.py
 
 SITE := $(BIN)/sphinx-build -W --keep-going -n -E -j auto -d build/doctrees
 

@@ -3,11 +3,14 @@
 import gc
 import os
 import signal
+import sys
+from pathlib import Path
 
 import jax
 import jaxtyping
 import pytest
 
+sys.path.append(str(Path(__file__).parent))  # `tools`, `field` and `tests` are not installed
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_num_cpu_devices", 8)  # simulated, for what lies on a mesh

@@ -33,6 +33,7 @@ def processes_of(mesh: str) -> int:
 
 def free_address() -> str:
     """Return an address of this machine that nothing listens on."""
+    # The system chooses a free port; another process may take it before ours does.
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         return f"127.0.0.1:{server.getsockname()[1]}"
@@ -46,48 +47,53 @@ def train(mesh: str, steps: int, limit: float) -> list[float]:
     """
     count, address = processes_of(mesh), free_address()
     with TemporaryDirectory() as folder:
-        shared = [
-            "--float64",
-            "--mesh",
-            mesh,
-            "--steps",
-            str(steps),
-            "--checkpoints",
-            f"{folder}/checkpoints",
-        ]
-        shared += ["--coordinator", address, "--processes", str(count), "--process"]
+        arguments = ["--float64", "--mesh", mesh, "--steps", str(steps)]
+        arguments += ["--checkpoints", f"{folder}/checkpoints"]
+        arguments += ["--coordinator", address, "--processes", str(count), "--process"]
         files = [Path(folder, str(i)) for i in range(count)]
-        started = [start([*shared, str(i)], file) for i, file in enumerate(files)]
+        started = [start([*arguments, str(i)], file) for i, file in enumerate(files)]
         try:
-            end = time.monotonic() + limit
-            failed = [
-                i
-                for i, process in enumerate(started)
-                if process.wait(max(0, end - time.monotonic()))
-            ]
+            failed = wait(started, limit)
         except subprocess.TimeoutExpired as error:
             raise RuntimeError(
                 f"{mesh}: a process has not ended after {limit:g} seconds"
             ) from error
         finally:
+            # One that waits for another that has failed would not end by itself.
             for process in started:
                 process.kill()
                 process.wait()
         texts = [file.read_text() for file in files]
     if failed:
         raise RuntimeError(f"{mesh}: process {failed[0]} of {count} failed:\n{texts[failed[0]]}")
-    return [
-        json.loads(line)["loss"] for line in texts[0].splitlines() if line.startswith('{"step"')
-    ]
+    return losses_in(texts[0])
+
+
+def wait(processes: list[subprocess.Popen], limit: float) -> list[int]:
+    """Return which processes failed, after all have ended within so many seconds together."""
+    end = time.monotonic() + limit
+    statuses = [process.wait(max(0, end - time.monotonic())) for process in processes]
+    return [i for i, status in enumerate(statuses) if status]
+
+
+def losses_in(text: str) -> list[float]:
+    """Return the losses that process 0 has printed, among whatever else."""
+    lines = [line for line in text.splitlines() if line.startswith('{"step"')]
+    return [json.loads(line)["loss"] for line in lines]
 
 
 def start(arguments: list[str], output: Path) -> subprocess.Popen:
     """Start a process with one device that writes all it prints to a file."""
-    root = str(FILE.parents[1])
-    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-    own = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1", "PYTHONPATH": path}
+    # The package need not be installed; what else the user has on the path stays.
+    paths = [str(FILE.parents[1]), os.environ.get("PYTHONPATH", "")]
+    own = {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_NUM_CPU_DEVICES": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+    }
+    command = [sys.executable, str(FILE), *arguments]
+    # A file, and no pipe: nobody reads while the others are waited for.
     with output.open("w") as file:
-        command = [sys.executable, str(FILE), *arguments]
         return subprocess.Popen(
             command, stdout=file, stderr=subprocess.STDOUT, env=os.environ | own
         )

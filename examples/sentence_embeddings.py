@@ -81,14 +81,15 @@ class SentenceEncoder(nnx.Module):
     """
 
     def __init__(self, config: dict, *, param_dtype=jnp.float32, rngs: nnx.Rngs):
-        d_model, numerics = config["hidden_size"], {"param_dtype": param_dtype, "rngs": rngs}
+        d_model = config["hidden_size"]
+        numerics = {"param_dtype": param_dtype, "rngs": rngs}
         self.words = nnx.Embed(config["vocab_size"], d_model, **numerics)
         self.positions = nnx.Embed(config["max_position_embeddings"], d_model, **numerics)
+        # Of the two kinds of segments BERT knows, a sentence has the first alone.
         self.types = nnx.Embed(config["type_vocab_size"], d_model, **numerics)
         self.norm = LayerNorm(d_model, config["layer_norm_eps"], **numerics)
-        self.blocks = nnx.List(
-            self._block(config, numerics) for _ in range(config["num_hidden_layers"])
-        )
+        layers = range(config["num_hidden_layers"])
+        self.blocks = nnx.List([self._block(config, numerics) for _ in layers])
 
     def _block(self, config, numerics):
         d, eps = config["hidden_size"], config["layer_norm_eps"]
@@ -130,14 +131,14 @@ def load(folder: Path, *, param_dtype=jnp.float32) -> SentenceEncoder:
 def tokenize(folder: Path, sentences: list[str]) -> tuple[np.ndarray, np.ndarray]:
     """Return the tokens of the sentences, padded to the longest, and how many there are in each."""
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    tokenizer.enable_truncation(
-        json.loads((folder / "sentence_bert_config.json").read_text())["max_seq_length"]
-    )
+    settings = json.loads((folder / "sentence_bert_config.json").read_text())
+    tokenizer.enable_truncation(settings["max_seq_length"])
     tokenizer.enable_padding()
-    found = tokenizer.encode_batch(sentences)
-    return np.array([row.ids for row in found]), np.array(
-        [sum(row.attention_mask) for row in found]
-    )
+    tokens, lengths = [], []
+    for row in tokenizer.encode_batch(sentences):
+        tokens.append(row.ids)
+        lengths.append(sum(row.attention_mask))
+    return np.array(tokens), np.array(lengths)
 
 
 def similarity_table(sentences: list[str], similarity: np.ndarray) -> Table:
@@ -145,19 +146,18 @@ def similarity_table(sentences: list[str], similarity: np.ndarray) -> Table:
     table = Table("", "cosine similarity", box=SIMPLE_HEAD)
     for number in range(1, len(sentences) + 1):
         table.add_column(str(number), justify="right")
+    # A sentence is nearest to itself, which says nothing.
     nearest = np.argmax(similarity - 2 * np.eye(len(sentences)), axis=1)
-    for i, (sentence, row) in enumerate(zip(sentences, similarity, strict=True)):
-        cells = [
-            f"[bold green]{value:.2f}[/]" if j == nearest[i] else f"{value:.2f}"
-            for j, value in enumerate(row)
-        ]
-        table.add_row(str(i + 1), sentence, *cells)
+    for i, row in enumerate(similarity):
+        cells = [f"{value:.2f}" for value in row]
+        cells[nearest[i]] = f"[bold green]{cells[nearest[i]]}[/]"
+        table.add_row(str(i + 1), sentences[i], *cells)
     return table
 
 
 if __name__ == "__main__":
     folder = get_model_path()
-    embeddings = np.asarray(
-        nnx.jit(SentenceEncoder.__call__)(load(folder), *tokenize(folder, SENTENCES))
-    )
+    encode = nnx.jit(SentenceEncoder.__call__)
+    embeddings = np.asarray(encode(load(folder), *tokenize(folder, SENTENCES)))
+    # Of directions the product is the cosine.
     Console().print(similarity_table(SENTENCES, embeddings @ embeddings.T))

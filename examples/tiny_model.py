@@ -116,6 +116,7 @@ def _torch_block(sizes: Sizes) -> torch_ref.TransformerBlock:
 
 def twins(sizes: Sizes, seed: int = 0) -> tuple[FlaxModel, TorchModel]:
     """Return both models in float64 and in train mode, with the initial weights of PyTorch."""
+    # PyTorch draws from a generator of the process.
     torch.manual_seed(seed)
     theirs = TorchModel(sizes).double()
     ours = FlaxModel(sizes, param_dtype=jnp.float64, rngs=nnx.Rngs(seed))
@@ -129,18 +130,23 @@ def train_flax(
     """Train on each batch; yield its loss before the step and the logits of its targets."""
 
     def mean_loss(model, batch):
+        # The targets are those of the last tokens.
         logits = model(batch.tokens, dropout_key=batch.key)[:, -batch.targets.shape[1] :]
-        return optax.softmax_cross_entropy_with_integer_labels(logits, batch.targets).mean(), logits
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch.targets)
+        return losses.mean(), logits
 
     @nnx.jit
     def step(model, optimizer, batch):
-        (loss, logits), gradients = nnx.value_and_grad(mean_loss, has_aux=True)(model, batch)
+        differentiate = nnx.value_and_grad(mean_loss, has_aux=True)
+        (loss, logits), gradients = differentiate(model, batch)
         optimizer.update(model, gradients)
         return loss, logits
 
     optimizer = nnx.Optimizer(model, recipe.optax(), wrt=nnx.Param)
     for batch in batches:
-        loss, logits = step(model, optimizer, batch._replace(key=batch.key.astype(np.uint32)))
+        # A key has two words of 32 bits in JAX; PyTorch has no such dtype to compute with.
+        batch = batch._replace(key=batch.key.astype(np.uint32))
+        loss, logits = step(model, optimizer, batch)
         yield float(loss), np.asarray(logits)
 
 
@@ -153,9 +159,9 @@ def train_torch(
         tokens, targets, key = map(torch.from_numpy, batch)
         optimizer.zero_grad()
         logits = model(tokens, dropout_key=key)[:, -targets.shape[1] :]
-        loss = cross_entropy(
-            rearrange(logits, "b u v -> (b u) v"), rearrange(targets, "b u -> (b u)")
-        )
+        # PyTorch wants one axis of examples.
+        flat, wanted = rearrange(logits, "b u v -> (b u) v"), rearrange(targets, "b u -> (b u)")
+        loss = cross_entropy(flat, wanted)
         loss.backward()
         recipe.clip(model.parameters())
         optimizer.step()

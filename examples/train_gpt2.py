@@ -50,9 +50,12 @@ def docstrings(library: Path) -> list[str]:
 
 
 def _docstrings_of(file: Path) -> Iterator[str]:
+    # Parsed, not imported: some modules of the library do things when they are imported.
     for node in ast.walk(ast.parse(file.read_bytes())):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            yield from filter(None, [ast.get_docstring(node)])
+            text = ast.get_docstring(node)
+            if text:
+                yield text
 
 
 def make_tokenizer(file: Path, texts: list[str], vocab_size: int) -> Tokenizer:
@@ -62,9 +65,14 @@ def make_tokenizer(file: Path, texts: list[str], vocab_size: int) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    options = {"special_tokens": [END], "initial_alphabet": alphabet, "show_progress": False}
-    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=vocab_size, **options))
+    # With all bytes in the alphabet there is no text that it cannot encode.
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
     tokenizer.save(str(file))
     return tokenizer
 
@@ -86,12 +94,16 @@ class Corpus:
 
     def epoch(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the tokens of an epoch and the document number of each token, both `(rows, t)`."""
+        # The number is the seed: a run that is resumed in an epoch meets the same order.
         order = np.random.default_rng(number).permutation(len(self.documents))
-        tokens = np.concatenate([self.documents[i] for i in order])
-        segments = np.repeat(np.arange(len(order)), [len(self.documents[i]) for i in order])
-        return tuple(
-            x[: self.rows * self.t].reshape(-1, self.t).astype(np.int32) for x in (tokens, segments)
-        )
+        documents = [self.documents[i] for i in order]
+        tokens = np.concatenate(documents)
+        segments = np.repeat(np.arange(len(order)), [len(document) for document in documents])
+        return self._as_rows(tokens), self._as_rows(segments)
+
+    def _as_rows(self, x: np.ndarray) -> np.ndarray:
+        whole = x[: self.rows * self.t]  # what is left fills no row
+        return whole.reshape(-1, self.t).astype(np.int32)
 
     def batches(self, read: int) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
         """Yield batches after `read` rows, each with how many rows are read after it."""
@@ -101,13 +113,13 @@ class Corpus:
                 " text"
             )
         while True:
-            tokens, segments = self.epoch(read // self.rows)
-            for start in range(read % self.rows, self.rows, ROWS):
-                batch = tokens[start : start + ROWS], segments[start : start + ROWS]
-                # The rest of an epoch is skipped: one shape, compiled once.
-                if len(batch[0]) == ROWS:
-                    yield read - read % self.rows + start + ROWS, *batch
-            read = (read // self.rows + 1) * self.rows
+            number, done = divmod(read, self.rows)
+            tokens, segments = self.epoch(number)
+            # The rest of an epoch that fills no batch is skipped: one shape, compiled once.
+            for start in range(done, self.rows - ROWS + 1, ROWS):
+                end = start + ROWS
+                yield number * self.rows + end, tokens[start:end], segments[start:end]
+            read = (number + 1) * self.rows
 
 
 def make_optimizer(model: GPT2, steps: int) -> nnx.Optimizer:
@@ -121,9 +133,10 @@ def make_optimizer(model: GPT2, steps: int) -> nnx.Optimizer:
 
 def sample(model: GPT2, tokenizer: Tokenizer, seed: int) -> str:
     """Return a short text of the model, in one line."""
-    prompt, stop = tokenizer.encode(PROMPT).ids, [tokenizer.token_to_id(END)]
-    options = {"temperature": 0.7, "top_k": 40, "stop_tokens": stop, "key": jax.random.key(seed)}
-    return " ".join(tokenizer.decode([*prompt, *generate(model, prompt, 40, **options)]).split())
+    prompt, stop = tokenizer.encode(PROMPT).ids, tokenizer.token_to_id(END)
+    key = jax.random.key(seed)
+    new = generate(model, prompt, 40, temperature=0.7, top_k=40, stop_tokens=[stop], key=key)
+    return " ".join(tokenizer.decode([*prompt, *new]).split())
 
 
 def train(
@@ -136,16 +149,21 @@ def train(
     optimizer, losses = make_optimizer(model, steps), []
     with Checkpoints(folder) as checkpoints, Progress(transient=True) as progress:
         done, start = resume(checkpoints, model, optimizer)
-        bar, began = progress.add_task("", total=steps, completed=done), time.perf_counter()
+        bar = progress.add_task("", total=steps, completed=done)
+        began = time.perf_counter()
+        # The batches never end; the numbers of the steps do.
         batches = zip(range(done + 1, steps + 1), corpus.batches(start), strict=False)
         for step, (read, tokens, segments) in batches:
-            losses.append(float(train_step(model, optimizer, tokens, segments=segments)))
+            loss = train_step(model, optimizer, tokens, segments=segments)
+            losses.append(float(loss))
             progress.update(bar, completed=step, description=f"loss {losses[-1]:.3f}")
             if step % every == 0 or step == steps:
                 checkpoints.save(step, model, optimizer, rows_read=read)
                 recent = losses[-every:]
                 speed = len(recent) * tokens.size / (time.perf_counter() - began)
-                report(progress.console, step, recent, speed, sample(model, tokenizer, step))
+                text = sample(model, tokenizer, step)
+                report(progress.console, step, recent, speed, text)
+                # What saving and sampling take is not the speed of training.
                 began = time.perf_counter()
     return losses
 
@@ -171,9 +189,8 @@ def write(model: GPT2, tokenizer: Tokenizer, folder: Path) -> None:
     """Write a Hugging Face checkpoint folder with the tokenizer and the end-of-text token."""
     model.save_pretrained(folder)
     tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "generation_config.json").write_text(
-        json.dumps({"eos_token_id": tokenizer.token_to_id(END)})
-    )
+    config = {"eos_token_id": tokenizer.token_to_id(END)}  # where `generate` stops
+    (folder / "generation_config.json").write_text(json.dumps(config))
 
 
 def main(
@@ -183,17 +200,23 @@ def main(
     folder.mkdir(parents=True, exist_ok=True)
     texts = docstrings(Path(sysconfig.get_path("stdlib")))
     tokenizer = make_tokenizer(folder / "tokenizer.json", texts, config.vocab_size)
-    end = tokenizer.token_to_id(END)
-    documents = [np.array([*found.ids, end]) for found in tokenizer.encode_batch(texts)]
-    corpus = Corpus(documents, config.context_length)
-    model = GPT2(replace(config, vocab_size=tokenizer.get_vocab_size()), rngs=nnx.Rngs(0))
-    Console().print(
-        f"{len(texts)} documents, {sum(map(len, documents))} tokens, {corpus.rows} rows",
-        highlight=False,
-    )
+    corpus = make_corpus(texts, tokenizer, config.context_length)
+    # Few texts hold fewer pairs of bytes than were asked for.
+    config = replace(config, vocab_size=tokenizer.get_vocab_size())
+    model = GPT2(config, rngs=nnx.Rngs(0))
     losses = train(model, corpus, tokenizer, folder / "checkpoints", steps, every)
     write(model, tokenizer, folder / "model")
     return model, losses
+
+
+def make_corpus(texts: list[str], tokenizer: Tokenizer, t: int) -> Corpus:
+    """Return the texts as a corpus with an end behind each, and print how many there are."""
+    end = tokenizer.token_to_id(END)
+    documents = [np.array([*found.ids, end]) for found in tokenizer.encode_batch(texts)]
+    corpus = Corpus(documents, t)
+    counts = f"{len(texts)} documents, {sum(map(len, documents))} tokens, {corpus.rows} rows"
+    Console().print(counts, highlight=False)
+    return corpus
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Train a GPT-2 on all hosts of a pod: start the same command on each of them.
 
-    python examples/train_multihost.py --mesh data=16,fsdp=4,tensor=4 --batch 64 --checkpoints gs://bucket/run
+    python examples/train_multihost.py --mesh data=16,fsdp=4,tensor=4 --batch 64 \
+        --checkpoints gs://bucket/run
 
 On TPU pods, under Slurm and under Kubernetes JAX finds the other processes by itself. Elsewhere say
 where they are, here two processes on one machine:
@@ -43,7 +44,7 @@ import flax_attn
 from attn_spec.checks import check_positive
 from flax_attn import GPT2, GPT2Config, from_pretrained
 from flax_attn.models import LanguageModel
-from flax_attn.plan.job import mesh_of
+from flax_attn.plan.job import parse_mesh
 from flax_attn.sharding import spec
 from flax_attn.sharding.axes import mesh_axes
 from flax_attn.sharding.parameters import create
@@ -63,6 +64,7 @@ def join(options: argparse.Namespace) -> None:
     jax.config.update("jax_enable_x64", options.float64)
     if options.processes == 1:
         return
+    # XLA's own for CPUs joins the devices of one process alone.
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     # JAX ends a process for which the others do not come, and does not say what it waited for.
     print(
@@ -83,6 +85,7 @@ def join(options: argparse.Namespace) -> None:
 def check_processes(options: argparse.Namespace) -> None:
     """Raise on every process unless all agree on device count, arguments, text and JAX version."""
     check_devices(Counter(device.process_index for device in jax.devices()))
+    # A difference would show as a hang, or as another loss: each process says what it has.
     own = {name: str(value) for name, value in vars(options).items() if name not in OWN}
     own |= {"sha256 of text": hashlib.sha256(options.text.read_bytes()).hexdigest()}
     own |= {"jax": jax.__version__, "flax_attn": flax_attn.__version__}
@@ -92,22 +95,25 @@ def check_processes(options: argparse.Namespace) -> None:
 def check_devices(counts: dict[int, int]) -> None:
     """Raise unless all processes have as many devices."""
     if len(set(counts.values())) > 1:
-        found = ", ".join(
-            f"{count} on process {process}" for process, count in sorted(counts.items())
-        )
+        parts = [f"{count} on process {process}" for process, count in sorted(counts.items())]
         raise ValueError(
-            f"all processes must have as many devices; got {found}. Start them on hosts of one kind"
+            f"all processes must have as many devices; got {', '.join(parts)}. Start them on hosts"
+            " of one kind"
         )
 
 
 def check_same(settings: dict[int, dict[str, str]]) -> None:
     """Raise unless the settings of all processes are equal."""
+    first = settings[0]
     for process, own in sorted(settings.items()):
-        if different := [name for name in settings[0] if own[name] != settings[0][name]]:
-            found = "; ".join(f"{name} {settings[0][name]} and {own[name]}" for name in different)
+        parts = []
+        for name, value in first.items():
+            if own[name] != value:
+                parts.append(f"{name} {value} and {own[name]}")
+        if parts:
             raise ValueError(
                 "all processes must be started with the same arguments; got on process 0 and on"
-                f" process {process}: {found}. Start every process with the same command"
+                f" process {process}: {'; '.join(parts)}. Start every process with the same command"
             )
 
 
@@ -115,6 +121,7 @@ def gather(text: str) -> list[str]:
     """Return the texts of all processes."""
     own = np.frombuffer(text.encode(), np.uint8)
     sizes = multihost_utils.process_allgather(np.int32(len(own)))
+    # Arrays of one size alone can be gathered.
     found = multihost_utils.process_allgather(np.pad(own, (0, sizes.max() - len(own))))
     return [row[:size].tobytes().decode() for row, size in zip(found, sizes, strict=True)]
 
@@ -126,23 +133,33 @@ def make_mesh(sizes: dict[str, int]) -> Mesh:
             f"the sizes of --mesh must multiply to the number of devices, {jax.device_count()} "
             f"on {jax.process_count()} process(es); got {sizes}. Change a size"
         )
-    return jax.make_mesh(
-        tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes)
-    )
+    # Auto: the compiler decides where intermediates lie, by what the parameters say.
+    types = (AxisType.Auto,) * len(sizes)
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=types)
 
 
 def load(options: argparse.Namespace, mesh: Mesh) -> tuple[LanguageModel, np.ndarray]:
     """Return the model, on the mesh, and the text as tokens: bytes for the small model."""
     dtype = jnp.float64 if options.float64 else jnp.float32
     if options.model is None:
-        model = create(lambda: GPT2(CONFIG, rngs=nnx.Rngs(options.seed), param_dtype=dtype), mesh)
-        return model, np.frombuffer(options.text.read_bytes(), np.uint8).astype(np.int32)
+        return small_model(options, mesh, dtype), byte_tokens(options.text)
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(options.model / "tokenizer.json"))
     model = from_pretrained(options.model, mesh=mesh, param_dtype=dtype)
     model.train()
-    return model, np.array(tokenizer.encode(options.text.read_text(encoding="utf-8")).ids, np.int32)
+    text = options.text.read_text(encoding="utf-8")
+    return model, np.array(tokenizer.encode(text).ids, np.int32)
+
+
+def small_model(options: argparse.Namespace, mesh: Mesh, dtype: Any) -> LanguageModel:
+    """Return a small GPT-2 with random weights, each process with the parts of its devices."""
+    return create(lambda: GPT2(CONFIG, rngs=nnx.Rngs(options.seed), param_dtype=dtype), mesh)
+
+
+def byte_tokens(file: Path) -> np.ndarray:
+    """Return the bytes of a file as tokens."""
+    return np.frombuffer(file.read_bytes(), np.uint8).astype(np.int32)
 
 
 def batch_of(
@@ -152,17 +169,23 @@ def batch_of(
 
     Each process cuts only the rows of its own devices.
     """
-    starts = np.random.default_rng(key).integers(0, len(tokens) - shape[1] + 1, shape[0])
-    within = np.arange(shape[1])
-    return jax.make_array_from_callback(
-        shape, where, lambda part: tokens[starts[part[0], None] + within[None, part[1]]]
-    )
+    rows, t = shape
+    # Every process draws the same numbers, so that none has to tell the others.
+    starts = np.random.default_rng(key).integers(0, len(tokens) - t + 1, rows)
+    within = np.arange(t)
+
+    def cut(part: tuple[slice, ...]) -> np.ndarray:
+        of_rows, of_tokens = part
+        return tokens[starts[of_rows, None] + within[None, of_tokens]]
+
+    return jax.make_array_from_callback(shape, where, cut)
 
 
 def make_batches(
     tokens: np.ndarray, t: int, options: argparse.Namespace, mesh: Mesh, done: int
 ) -> Iterator[Any]:
     """Yield the steps after `done`, each with its batch."""
+    # The step is part of the key: what a run has read need not be stored.
     where = NamedSharding(mesh, spec(("batch", "tokens"), mesh))
     for step in range(done + 1, options.steps + 1):
         yield step, batch_of(tokens, (options.batch, t), where, (options.seed, step))
@@ -180,22 +203,31 @@ def check_divides(name: str, size: int, axis: str, mesh: Mesh) -> None:
 
 def train(options: argparse.Namespace) -> dict[int, float]:
     """Train from the last complete checkpoint to the last step; return the loss of each step."""
-    mesh, losses = make_mesh(mesh_of(options.mesh)), {}
+    mesh = make_mesh(parse_mesh(options.mesh))
     model, tokens = load(options, mesh)
+    t = model.config.context_length
     check_divides("batch", options.batch, "batch", mesh)
-    check_divides("context_length", model.config.context_length, "tokens", mesh)
-    optimizer = create(
-        lambda model: nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param), mesh, model
-    )
+    check_divides("context_length", t, "tokens", mesh)
+    optimizer = create(make_optimizer, mesh, model)
+    losses = {}
     with jax.set_mesh(mesh), Checkpoints(options.checkpoints) as checkpoints, end_at_once():
-        done = 0 if checkpoints.latest is None else checkpoints.restore(model, optimizer)[0]
-        for step, batch in make_batches(tokens, model.config.context_length, options, mesh, done):
+        done = 0
+        if checkpoints.latest is not None:
+            done, _ = checkpoints.restore(model, optimizer)
+        for step, batch in make_batches(tokens, t, options, mesh, done):
             losses[step] = float(train_step(model, optimizer, batch))
+            # All have the same loss: one of them prints it.
             if jax.process_index() == 0:
                 print(json.dumps({"step": step, "loss": losses[step]}), flush=True)
+            # All save: each writes the parts that its devices hold.
             if step % options.every == 0 or step == options.steps:
                 checkpoints.save(step, model, optimizer)
     return losses
+
+
+def make_optimizer(model: LanguageModel) -> nnx.Optimizer:
+    """Return AdamW, whose state lies on the mesh as the parameters do."""
+    return nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param)
 
 
 @contextmanager
@@ -217,6 +249,7 @@ def end_at_once() -> Iterator[None]:
                 " checkpoint",
                 file=sys.stderr,
             )
+        # An exit of Python would wait for the others.
         sys.stderr.flush()
         os._exit(1)
 
@@ -268,9 +301,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--processes", type=int, help="how many there are; 1 trains without others")
     add("--process", type=int, help="the index of this one")
     options = parser.parse_args(arguments)
-    check_positive(
-        **{name: getattr(options, name) for name in ("batch", "steps", "every", "timeout")}
-    )
+    names = ("batch", "steps", "every", "timeout")
+    check_positive(**{name: getattr(options, name) for name in names})
     return options
 
 

@@ -47,19 +47,24 @@ def steps(module: nnx.Module, *inputs: Any, **options: Any) -> list[Step]:
         return traced(*inputs, **options)
 
     trace = jax.make_jaxpr(call)(state, inputs)
-    return [
-        Step(name, STEPS[name][0], shape, STEPS[name][1])
-        for name, shape in _named(trace.jaxpr)
-        if name in STEPS
-    ]
+    found = []
+    for name, shape in _named(trace.jaxpr):
+        # Modules name other arrays as well, for rematerialisation.
+        if name in STEPS:
+            axes, meaning = STEPS[name]
+            found.append(Step(name, axes, shape, meaning))
+    return found
 
 
 def _named(jaxpr: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
     for equation in jaxpr.eqns:
         if equation.primitive.name == "name":
             yield equation.params["name"], equation.outvars[0].aval.shape
-        for inner in jax.tree.leaves(
-            list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")
-        ):
-            if hasattr(inner, "eqns"):
+        # Loops, branches and compiled functions hold theirs among their parameters.
+        for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=_is_jaxpr):
+            if _is_jaxpr(inner):
                 yield from _named(inner)
+
+
+def _is_jaxpr(value: Any) -> bool:
+    return hasattr(value, "eqns")

@@ -56,22 +56,14 @@ def plot_attention(
     down = -(-n // across)
     # A cell is large enough for its number; a long text has small cells without numbers.
     cell = 0.55 if max(t, s) <= 12 else max(0.16, 6 / max(t, s))
-    figure = Figure(
-        figsize=(across * (s * cell + 1.2) + 0.8, down * (t * cell + 1.4) + 0.4),
-        layout="constrained",
-    )
+    width, height = across * (s * cell + 1.2) + 0.8, down * (t * cell + 1.4) + 0.4
+    figure = Figure(figsize=(width, height), layout="constrained")
     panels = np.ravel(figure.subplots(down, across, squeeze=False))
+    # One scale for all heads; it has some length where all weights are 0.
     top = max(float(np.nanmax(weights, initial=0.0)), np.finfo(float).tiny)
     image = None
     for panel, head, name in zip(panels, weights, titles, strict=False):
-        image = panel.imshow(head, cmap="viridis", vmin=0.0, vmax=top)
-        panel.set_title(name)
-        panel.set_xticks(
-            range(s), key_tokens, rotation=60, ha="right", rotation_mode="anchor", parse_math=False
-        )
-        panel.set_yticks(range(t), tokens, parse_math=False)
-        if max(t, s) <= 12:
-            _write_numbers(panel, head, top)
+        image = _draw_head(panel, head, name, tokens, key_tokens, top)
     for panel in panels[n:]:
         panel.set_axis_off()
     figure.supxlabel("key: attended to")
@@ -79,6 +71,25 @@ def plot_attention(
     figure.colorbar(image, ax=list(panels), label="weight", shrink=0.8)
     figure.suptitle(title)
     return figure
+
+
+def _draw_head(
+    panel: Any,
+    head: np.ndarray,
+    name: str,
+    tokens: Sequence[str],
+    key_tokens: Sequence[str],
+    top: float,
+) -> Any:
+    image = panel.imshow(head, cmap="viridis", vmin=0.0, vmax=top)
+    panel.set_title(name)
+    # Tokens may hold dollar signs, which would begin a formula.
+    labels = {"rotation": 60, "ha": "right", "rotation_mode": "anchor"}
+    panel.set_xticks(range(len(key_tokens)), key_tokens, parse_math=False, **labels)
+    panel.set_yticks(range(len(tokens)), tokens, parse_math=False)
+    if max(head.shape) <= 12:
+        _write_numbers(panel, head, top)
+    return image
 
 
 def _write_numbers(panel: Any, head: np.ndarray, top: float) -> None:

@@ -313,6 +313,10 @@ WRONG_MESHES = (
             ["{m}:flax_linear", "{m}:torch_linear", "--input", "3,x"],
             "an input is a shape such as 3,5,6",
         ),
+        (
+            ["{m}:flax_linear", "{m}:torch_linear", "--input", "50:3,4"],
+            "an input is a shape such as 3,5,6, or int:50:3,5; got 50:3,4",
+        ),
         (["{m}:nothing", "{m}:torch_linear"], "has no nothing"),
         (["no_such_module:f", "{m}:torch_linear"], "cannot import no_such_module"),
         (["flax_linear", "{m}:torch_linear"], "a target is pkg.mod:name; got flax_linear"),

@@ -34,6 +34,7 @@ ONE_SIDED = {
     # A stack of layers is run by one scan, which saves compiling.
     "models/blocks.py": {"blocks", "of_layers", "unstacked", "pure", "recompute"},
 }
+COUNTED = {"work"}  # what `flax-attn plan` asks of any module
 FRAMEWORK_ONLY = {
     "dtype",
     "param_dtype",
@@ -156,7 +157,7 @@ def describe(value, left_out=frozenset()):
 
 def differences(file, ours, theirs):
     """Return a line for every difference between the two modules of a mirrored file."""
-    left_out = one_sided_names(file)
+    left_out = one_sided_names(file) | COUNTED
     names = [defined(module.__file__) - left_out for module in (ours, theirs)]
     lines = [f"{file}: {name} is on one side only" for name in sorted(names[0] ^ names[1])]
     for name in sorted(names[0] & names[1]):

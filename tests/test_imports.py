@@ -32,7 +32,7 @@ LAYERS = {
     "proof": {"package", "functional", "backends", "convert", "parity", "sharding", "aot"},
     "steps": set(),
     "viz": set(),
-    "bench": LIBRARY | {"convert", "models", "training", "parity", "aot"},
+    "bench": LIBRARY | {"convert", "models", "training", "parity"},
     "plan": {"functional", "sharding", "modules", "models", "training", "aot"},
     "cli": (
         LIBRARY

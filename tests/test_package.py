@@ -35,6 +35,7 @@ def test_sources_of_the_library_are_in_the_source_distribution():
         "graft flax_attn",
         "graft torch_ref",
         "graft tests",
+        "graft tools",
         "graft parity_tests",
         "graft docs",
     } <= set(listed)

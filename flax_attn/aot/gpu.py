@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import os
-import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib.resources import files
 from importlib.util import find_spec
@@ -22,19 +21,18 @@ from jax.experimental import topologies
 from jax.extend import backend
 
 from flax_attn import aot
-from flax_attn.aot.target import Target
 
 # Else XLA leaves cuDNN's calls unchecked, and a refused one "compiles".
 _FLAG = "--xla_gpu_cudnn_deviceless_compilation_mode=CUDNN_DEVICELESS_COMPILATION_AUTO"
 _PACKAGES = ("jax_cuda13_plugin", "tokamax", "nvidia.cudnn", "nvidia.cu13")
 _NEEDED = (
-    "compiling for GPUs needs {missing}, not a GPU: make gpu installs all of it, on Python 3.12 or"
-    " newer"
+    "compiling for GPUs needs {missing}, not a GPU, and Python 3.12 or newer: pip install"
+    " 'flax-attn[aot-gpu]'"
 )
 
 
 @contextmanager
-def described(count: int = 8) -> Iterator[Target]:
+def described(count: int = 8) -> Iterator[Sequence[Any]]:
     """Return H200 that share a host, eight at most, to be compiled for inside the `with` statement.
 
     Raises:
@@ -50,10 +48,8 @@ def described(count: int = 8) -> Iterator[Target]:
     topology = topologies.get_topology_desc(
         platform="cuda", target_config=description, topology=f"1x1x{count}"
     )
-    size = re.search(r"device_memory_size: (\d+)", description)
-    assert size is not None, "the description names it"
     with pretend(topology.devices[0]):  # in all threads
-        yield Target("H200", topology.devices, int(size[1]))
+        yield topology.devices
 
 
 def _installed(name: str) -> bool:
@@ -71,24 +67,28 @@ def load_driver() -> None:
     with suppress(OSError):
         ctypes.CDLL("libcuda.so.1", mode=ctypes.RTLD_GLOBAL)
         return
-    compiler = next(
-        filter(None, map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang"))), None
-    )
-    if compiler is None:
-        raise ImportError(
-            _NEEDED.format(missing="a C compiler (cc, gcc or clang, or the one that CC names)")
-        )
+    compiler = _compiler()
     with tempfile.TemporaryDirectory() as folder:
         source, library = Path(folder) / "libcuda.c", Path(folder) / "libcuda.so.1"
         source.write_text(files(aot).joinpath("libcuda.c").read_text())
         options = ["-shared", "-fPIC", f"-Wl,-soname,{library.name}"]
         subprocess.run([compiler, *options, "-o", str(library), str(source)], check=True)
+        # XLA looks the functions up among all that is loaded.
         ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+
+
+def _compiler() -> str:
+    for name in (os.environ.get("CC", "cc"), "gcc", "clang"):
+        if found := shutil.which(name):
+            return found
+    missing = "a C compiler (cc, gcc or clang, or the one that CC names)"
+    raise ImportError(_NEEDED.format(missing=missing))
 
 
 @contextmanager
 def pretend(device: Any) -> Iterator[None]:
     """Give jax and tokamax the compute capability of the device compiled for, not of this one."""
+    # Both read the capability of a device that is attached, which here is a processor.
     at_least = mock.patch.object(
         fused_attention_stablehlo, "check_compute_capability", lambda least: float(least) <= 9
     )

@@ -100,6 +100,7 @@ def measure(
         rounds: number of turns of each implementation.
         history: earlier measurements, from which times that are too long are predicted.
     """
+    # All are prepared before the first is timed: then nothing is compiled between the turns.
     rows: list[Measurement] = []
     runs, warm = {}, {}
     for i, (implementation, work) in enumerate(benchmark.entries):
@@ -110,6 +111,7 @@ def measure(
             if benchmark.timed:
                 row, warm[i] = _compare(prepared, row)
                 runs[i] = prepared.run
+        # The others go on: that one refuses is a finding.
         except NotTimed as reason:
             row = replace(row, **reason.found)
         rows.append(row)
@@ -122,34 +124,45 @@ def measure(
 def _prepare(
     implementation: Implementation, row: Measurement, benchmark: Benchmark
 ) -> tuple[Prepared, Measurement]:
+    # A rival that is missing is named once, and costs the run nothing.
     if importlib.util.find_spec(implementation.package) is None:
         raise NotTimed("not installed", f"pip install {implementation.package}")
     prepared = _guarded(lambda: implementation.prepare(row.work))
-    known = {"compile_seconds": prepared.compile_seconds, "temporaries": prepared.temporaries}
-    need = prepared.temporaries or 0
-    if benchmark.timed and need > benchmark.limit:
-        note = (
-            f"needs {need / GIB:.1f} GiB of temporaries, and the limit is"
-            f" {benchmark.limit / GIB:.1f} GiB"
+    row = replace(row, compile_seconds=prepared.compile_seconds, temporaries=prepared.temporaries)
+    if not benchmark.timed:
+        return prepared, replace(row, status="compiled")
+    needed = prepared.temporaries or 0
+    if needed > benchmark.limit:
+        raise NotTimed(
+            "too large",
+            f"needs {needed / GIB:.1f} GiB of temporaries, and the limit is"
+            f" {benchmark.limit / GIB:.1f} GiB",
+            compile_seconds=prepared.compile_seconds,
+            temporaries=prepared.temporaries,
         )
-        raise NotTimed("too large", note, **known)
-    return prepared, replace(row, status="timed" if benchmark.timed else "compiled", **known)
+    return prepared, row
 
 
 def _compare(prepared: Prepared, row: Measurement) -> tuple[Measurement, float]:
     """Return the measurement with its error, and the seconds of a warm call."""
     results = []
-    seconds = _guarded(
-        lambda: timing.seconds_per_call(lambda repeats: results.append(prepared.run(repeats)))
-    )
+
+    def once(repeats: int) -> None:
+        results.append(prepared.run(repeats))
+
+    seconds = _guarded(lambda: timing.seconds_per_call(once))
     exact, plain = reference(row.work)
     error = excess_error(prepared.named(results.pop()), exact, plain, row.work.dtype)
     row = replace(row, error=error)
-    if not error <= 1:
-        known = {"compile_seconds": row.compile_seconds, "temporaries": row.temporaries}
+    if not error <= 1:  # NaN, too
         raise NotTimed(
-            "disagrees", f"its error is {error:.3g} times the allowed one", error=error, **known
+            "disagrees",
+            f"its error is {error:.3g} times the allowed one",
+            error=error,
+            compile_seconds=row.compile_seconds,
+            temporaries=row.temporaries,
         )
+    # The first call of a program is slower than the others, where that can be noticed.
     return row, seconds if seconds > 10 * timing.TURN else timing.seconds_per_call(prepared.run)
 
 
@@ -159,20 +172,23 @@ def _check_growth(row: Measurement, history: Sequence[Measurement]) -> None:
     Times, and unrolled programs, grow with the pairs.
     """
     for past in history:
-        one, other = (
-            replace(work, b=1, n=1, t=1, h=1, window=None) for work in (past.work, row.work)
-        )
-        growth = {
-            "compile": row.work.pairs / past.work.pairs,
-            "run": row.work.flops / past.work.flops,
-        }
-        if past.implementation != row.implementation or one != other or growth["compile"] <= 1:
-            continue
-        for step, seconds in (("compile", past.compile_seconds or 0.0), ("run", past.best or 0.0)):
-            predicted = seconds * growth[step]
-            if seconds > PREDICTIVE and predicted > TOO_SLOW:
-                note = f"would take about {predicted:.0f} s to {step}, judging by a smaller size"
-                raise NotTimed("too slow", f"{note}, and the limit is {TOO_SLOW:.0f} s")
+        growth = row.work.pairs / past.work.pairs
+        same = past.implementation == row.implementation and _kind(past.work) == _kind(row.work)
+        if same and growth > 1:
+            _check_time("compile", past.compile_seconds, growth)
+            _check_time("run", past.best, row.work.flops / past.work.flops)
+
+
+def _kind(work: Workload) -> Workload:
+    return replace(work, b=1, n=1, t=1, h=1, window=None)
+
+
+def _check_time(step: str, seconds: float | None, growth: float) -> None:
+    # Of a short time most is fixed cost, which does not grow.
+    if seconds is None or seconds <= PREDICTIVE or seconds * growth <= TOO_SLOW:
+        return
+    note = f"would take about {seconds * growth:.0f} s to {step}, judging by a smaller size"
+    raise NotTimed("too slow", f"{note}, and the limit is {TOO_SLOW:.0f} s")
 
 
 def _guarded(step: Callable[[], Result]) -> Result:
@@ -181,6 +197,6 @@ def _guarded(step: Callable[[], Result]) -> Result:
         return step()
     except Unsupported as error:
         raise NotTimed("refused", str(error)) from error
-    except Exception as error:
-        message = str(error).splitlines()[0] if str(error) else ""
+    except Exception as error:  # of any library: a run goes on with the others
+        message = str(error).partition("\n")[0]
         raise NotTimed("failed", f"{type(error).__name__}: {message}") from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import jax
@@ -84,13 +85,20 @@ def with_gradients(
     call: ModelCall, function: Callable[[dict[str, Any]], Array]
 ) -> Callable[..., tuple]:
     """Return the function of `call.arrays` and `call.cotangent` to `function` and its gradients."""
+    return partial(_with_gradients, call, function)
 
-    def run(arrays: dict[str, Any], cotangent: Array) -> tuple[Array, dict[str, Array]]:
-        learned = {name: arrays[name] for name in call.learned}
-        output, pullback = jax.vjp(lambda learned: function(arrays | learned), learned)
-        return output, pullback(cotangent)[0]
 
-    return run
+def _with_gradients(
+    call: ModelCall,
+    function: Callable[[dict[str, Any]], Array],
+    arrays: dict[str, Any],
+    cotangent: Array,
+) -> tuple[Array, dict[str, Array]]:
+    # Masks hold integers, and have no gradient.
+    learned = {name: arrays[name] for name in call.learned}
+    output, pullback = jax.vjp(lambda learned: function(arrays | learned), learned)
+    (gradients,) = pullback(cotangent)
+    return output, gradients
 
 
 def _bfloat16(*shape: int) -> ShapeDtypeStruct:
@@ -137,6 +145,7 @@ MODEL_CALLS = (
         "Llama 3.1 8B, packed documents", _arrays(4096, 32, 128, b=2, k=8) | {"mask": _PACKED}
     ),
     ModelCall("Llama 3.1 8B, padded batch", _arrays(1024, 32, 128, b=8, k=8) | {"mask": _PADDED}),
+    # No multiple of any tile.
     ModelCall("Llama 3.1 8B, 5000 tokens", _arrays(5000, 32, 128, k=8) | _CAUSAL),
     ModelCall(
         "Llama 3.1 8B, decoding over 8192 keys",
@@ -172,7 +181,9 @@ MODEL_CALLS = (
         _arrays(512, 12, 64, b=32) | {"mask": _integers(lambda rows: Mask.lengths(key=rows), 32)},
     ),
     ModelCall("ViT-B/16, 197 patches", _arrays(197, 12, 64, b=64)),
+    # Cross-attention: no mask, and as many keys as half a minute of sound has frames.
     ModelCall("Whisper large, cross-attention", _arrays(448, 20, 64, b=8, s=1500)),
+    # Values are narrower than keys.
     ModelCall("DeepSeek-V2-Lite, widths 192 and 128", _arrays(4096, 16, 192, v=128) | _CAUSAL),
 )
 
@@ -188,10 +199,18 @@ def table(platform: str) -> Table:
     rows.add_column("memory", justify="right")
     rows.add_column("why not another", overflow="fold")
     for call in MODEL_CALLS:
-        found, (_, *keys) = explain(**call.arguments, platform=platform), call.arrays["value"].shape
-        assert found.backend is not None, "auto always finds one"
-        sizes = (" ".join(map(str, shape)) for shape in (call.arrays["query"].shape, keys))
-        memory = f"{found.memory[found.backend] / 2**20:.1f} MiB"
-        reasons = Text("\n".join(found.refusals[name] or "" for name in found.passed_over))
-        rows.add_row(call.name, *sizes, found.backend, memory, reasons)
+        rows.add_row(call.name, *_cells(call, platform))
     return rows
+
+
+def _cells(call: ModelCall, platform: str) -> tuple[str | Text, ...]:
+    found = explain(**call.arguments, platform=platform)
+    assert found.backend is not None, "auto always finds one"
+    memory = f"{found.memory[found.backend] / 2**20:.1f} MiB"
+    reasons = [found.refusals[name] or "" for name in found.passed_over]
+    return *_sizes(call), found.backend, memory, Text("\n".join(reasons))
+
+
+def _sizes(call: ModelCall) -> tuple[str, str]:
+    query, keys = call.arrays["query"].shape, call.arrays["value"].shape[1:]
+    return " ".join(map(str, query)), " ".join(map(str, keys))

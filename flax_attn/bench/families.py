@@ -76,15 +76,15 @@ def run(
 def _config(name: str, quick: bool) -> Any:
     import transformers
 
-    return getattr(transformers, f"{name}Config")(
-        **_SIZES | CONFIGS[name] | (_SMALL if quick else {})
-    )
+    small = _SMALL if quick else {}
+    return getattr(transformers, f"{name}Config")(**_SIZES | CONFIGS[name] | small)
 
 
 def _cache(ours: Any, theirs: Any, context: int) -> TaskResult:
     """Return the bytes that a cache of so many tokens holds."""
     import torch
 
+    # What transformers holds is seen in a cache that was filled.
     mine = sum(x.nbytes for x in jax.tree.leaves(ours.init_cache(1, context)))
     with torch.no_grad():
         cache = theirs(torch.zeros((1, context), dtype=torch.long), use_cache=True).past_key_values
@@ -95,6 +95,7 @@ def _bytes(cache: Any) -> int:
     """Return the bytes of the tensors in an object of transformers, nested ones included."""
     import torch
 
+    # Its classes keep tensors under several names, and some of them twice.
     seen, todo, total = set(), [cache], 0
     while todo:
         one = todo.pop()

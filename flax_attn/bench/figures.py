@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from statistics import geometric_mean
 
 import numpy as np
@@ -15,13 +16,12 @@ MIB = 2**20
 
 def ratio(rows: Iterable[Measurement], ours: str, row: Measurement) -> float | None:
     """Return the time of `ours` over that of the row for the same workload, None if not timed."""
-    mine = (
-        r.best
-        for r in rows
-        if (r.section, r.work, r.implementation) == (row.section, row.work, ours)
-    )
-    seconds = next(mine, None)
-    return seconds / row.best if seconds and row.best else None
+    for other in rows:
+        same = other.section == row.section and other.work == row.work
+        if same and other.implementation == ours:
+            # A row that was not timed has no seconds, ours or the other one.
+            return other.best / row.best if other.best and row.best else None
+    return None
 
 
 def exponent(sizes: Sequence[float | int], costs: Sequence[float | int]) -> float | None:
@@ -31,8 +31,10 @@ def exponent(sizes: Sequence[float | int], costs: Sequence[float | int]) -> floa
         >>> exponent([1, 10, 100, 1000], [5, 5, 7, 700])
         2.0
     """
-    half = slice(len(sizes) // 2 if len(sizes) > 2 else 0, None)
-    x, y = np.log(np.asarray(sizes[half], float)), np.log(np.asarray(costs[half], float))
+    # Small sizes are fixed cost, which does not grow.
+    first = len(sizes) // 2 if len(sizes) > 2 else 0
+    x = np.log(np.asarray(sizes[first:], float))
+    y = np.log(np.asarray(costs[first:], float))
     return round(float(np.polyfit(x, y, 1)[0]), 12) if len(x) > 1 else None
 
 
@@ -43,12 +45,8 @@ def curve(
 
     Sizes are tokens or heads; costs are `"best"` or `"temporaries"`.
     """
-    mine = [
-        row
-        for row in rows
-        if (row.section, row.implementation) == (section, name) and row.status == "timed"
-    ]
-    known = [row for row in mine if getattr(row, cost)]
+    mine = [row for row in rows if row.section == section and row.implementation == name]
+    known = [row for row in mine if row.status == "timed" and getattr(row, cost)]
     sizes = [row.work.n if section == "heads" else row.work.t for row in known]
     return sizes, [float(getattr(row, cost)) for row in known]
 
@@ -60,53 +58,55 @@ def names(rows: Sequence[Measurement], section: str) -> list[str]:
 
 def summary(rows: Sequence[Measurement], ours: str) -> dict[str, float]:
     """Return the figures that say most about ours, those that were measured."""
-
-    def ratios(
-        section: str, name: str, where: Callable[[Workload], bool] = lambda work: True
-    ) -> list[float]:
-        others = (
-            row
-            for row in rows
-            if (row.section, row.implementation) == (section, name) and where(row.work)
-        )
-        return [r for r in (ratio(rows, ours, row) for row in others) if r is not None]
-
+    ratios = partial(_ratios, rows, ours)
+    # Ratios are of our time to that of another one: below 1 we are faster.
     mine = [row for row in rows if row.implementation == ours]
     long = [row.compile_seconds for row in mine if row.section == "attention" and _long(row.work)]
-    memory = [
-        row.temporaries / MIB
-        for row in mine
-        if row.section == "memory" and row.temporaries is not None
-    ]
+    memory = [row.temporaries for row in mine if row.section == "memory"]
     forward = ratios("attention", "torch SDPA", lambda work: not work.backward)
-    both = ratios("attention", "torch SDPA", lambda work: work.backward and 512 <= work.t <= 4096)
+    backward = ratios("attention", "torch SDPA", lambda work: work.backward)
+    # Where PyTorch's fixed costs do not count any more, nor the memory that its formula takes yet.
+    middle = ratios("attention", "torch SDPA", lambda work: work.backward and 512 <= work.t <= 4096)
     jax_nn = ratios("attention", "jax.nn", lambda work: work.t >= 1024)
+    torch_layer = ratios("layer", "torch.nn.MultiheadAttention")
+    nnx_layer = ratios("layer", "nnx.MultiHeadAttention")
     half = ratios("bfloat16", "torch SDPA")
-    steps = {
-        t: ratios("step", "torch SDPA", lambda work, t=t: work.dtype == t)
-        for t in ("float32", "bfloat16")
-    }
+    step = ratios("step", "torch SDPA", lambda work: work.dtype == "float32")
+    half_step = ratios("step", "torch SDPA", lambda work: work.dtype == "bfloat16")
     found = {
         "forward / torch SDPA, geometric mean": _mean(forward),
         "forward / torch SDPA, largest": _largest(forward),
-        "forward+backward / torch SDPA, T 512 to 4096, geometric mean": _mean(both),
+        "forward+backward / torch SDPA, T 512 to 4096, geometric mean": _mean(middle),
         "forward, forward+backward / jax.nn, T from 1024, largest": _largest(jax_nn),
         "window / full causal, largest": _largest(_second_over_first(mine, "window")),
-        "temporaries of forward+backward, MiB": _largest(memory),
-        "layer / torch.nn.MultiheadAttention": _largest(
-            ratios("layer", "torch.nn.MultiheadAttention")
-        ),
-        "layer / nnx.MultiHeadAttention": _largest(ratios("layer", "nnx.MultiHeadAttention")),
+        "temporaries of forward+backward, MiB": _largest(_mib(one) for one in memory),
+        "layer / torch.nn.MultiheadAttention": _largest(torch_layer),
+        "layer / nnx.MultiHeadAttention": _largest(nnx_layer),
         "seconds to compile forward+backward, T 8192": _largest(long),
         "bfloat16 forward / torch SDPA": _largest(half),
-        "decoding step / torch SDPA, float32": _largest(steps["float32"]),
-        "decoding step / torch SDPA, bfloat16": _largest(steps["bfloat16"]),
-        "forward+backward / torch SDPA, largest": _largest(
-            ratios("attention", "torch SDPA", lambda w: w.backward)
-        ),
+        "decoding step / torch SDPA, float32": _largest(step),
+        "decoding step / torch SDPA, bfloat16": _largest(half_step),
+        "forward+backward / torch SDPA, largest": _largest(backward),
         "bfloat16 / float32, largest": _largest(_second_over_first(mine, "dtype")),
     }
     return {name: figure for name, figure in found.items() if figure is not None}
+
+
+def _ratios(
+    rows: Sequence[Measurement],
+    ours: str,
+    section: str,
+    name: str,
+    where: Callable[[Workload], bool] = lambda work: True,
+) -> list[float]:
+    """Return the ratios to one other implementation that are known."""
+    others = [row for row in rows if row.section == section and row.implementation == name]
+    found = [ratio(rows, ours, row) for row in others if where(row.work)]
+    return [one for one in found if one is not None]
+
+
+def _mib(count: int | None) -> float | None:
+    return None if count is None else count / MIB
 
 
 def _long(work: Workload) -> bool:
@@ -115,12 +115,10 @@ def _long(work: Workload) -> bool:
 
 def _second_over_first(mine: Iterable[Measurement], section: str) -> list[float]:
     """Return the time of the second row over the first, for the two directions of a section."""
+    # Of each direction the rows are pairs, in the order in which the suite made them.
     found = [row.best for row in mine if row.section == section]
-    return [
-        second / first
-        for first, second in zip(found[::2], found[1::2], strict=True)
-        if first and second
-    ]
+    pairs = zip(found[::2], found[1::2], strict=True)
+    return [second / first for first, second in pairs if first and second]
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -36,6 +36,7 @@ def functions(backends: Iterable[str], platform: str) -> list[Implementation]:
 
 def steps(platform: str) -> list[Implementation]:
     """Return what computes a step of decoding: ours, and PyTorch."""
+    # `auto` takes another backend where there are few keys.
     mine = [over_cache(name) for name in ("auto", "decode")]
     return [*mine, *functions((), platform)[: -len(_ANYWHERE)]]
 
@@ -53,10 +54,9 @@ def over_cache(backend: str) -> Implementation:
     """Return `dot_product_attention` of keys and values that are stored heads first."""
 
     def attend(work: Workload, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-        query, key, value = (
-            rearrange(x, f"{TORCH_LAYOUT} -> {JAX_LAYOUT}") for x in (query, key, value)
-        )
-        output = dot_product_attention(query, key, value, mask=work.mask(), backend=backend)
+        # A cache stores heads first; the call transposes what it is given, as a layer does.
+        arrays = [rearrange(x, f"{TORCH_LAYOUT} -> {JAX_LAYOUT}") for x in (query, key, value)]
+        output = dot_product_attention(*arrays, mask=work.mask(), backend=backend)
         return rearrange(output, f"{JAX_LAYOUT} -> {TORCH_LAYOUT}")
 
     return _in_jax(f"ours {backend}", attend, TORCH_LAYOUT)
@@ -76,6 +76,7 @@ def probe(work: Workload) -> tuple[int, slice]:
 def formula(work: Workload, dtype: str) -> Arrays:
     """Return output and gradients at the probe, computed by the reference backend in `dtype`."""
     row, heads = probe(work)
+    # One row and one head are the same function as all of them.
     arrays = [jnp.asarray(x[row : row + 1, :, heads].astype(dtype)) for x in inputs(work)]
     # In blocks of rows, so that a long head fits in memory; not in lower dtypes, where gradients
     # summed over blocks are rounded each time, and the allowed error would grow.
@@ -95,9 +96,12 @@ def _in_blocks(
         return dot_product_attention(query, key, value, mask=work.mask(start), backend="reference")
 
     count = -(-work.t // rows)
-    padded = jnp.pad(query, ((0, 0), (0, count * rows - work.t), (0, 0), (0, 0)))
+    rest = count * rows - work.t
+    padded = jnp.pad(query, ((0, 0), (0, rest), (0, 0), (0, 0)))
     blocks = rearrange(padded, "b (i r) n h -> i b r n h", i=count)
-    output = jax.lax.map(jax.checkpoint(block), (rows * jnp.arange(count, dtype=jnp.int32), blocks))
+    starts = rows * jnp.arange(count, dtype=jnp.int32)
+    # Recomputed in the backward pass: else the scores of all blocks would be kept for it.
+    output = jax.lax.map(jax.checkpoint(block), (starts, blocks))
     return rearrange(output, "i b r n h -> b (i r) n h")[:, : work.t]
 
 
@@ -106,27 +110,36 @@ def torch_steps(work: Workload) -> Iterator[Arrays]:
 
     The step sees all of them, so that their order changes nothing but the rounding.
     """
-    import torch
-
     row, _ = probe(work)
     query, key, value = (torch_tensor(x[row].swapaxes(0, 1)) for x in inputs(work)[:3])
     for seed in range(DRAWS):
-        order = work.t - 1 - np.random.default_rng(seed).permutation(work.pairs)
-        weights = torch.softmax(query @ key[:, order].mT * work.h**-0.5, -1)
-        yield {"output": as_float64(weights @ value[:, order]).swapaxes(0, 1)}
+        order = _order(work, seed)
+        output = _step_in_order(query, key[:, order], value[:, order])
+        yield {"output": as_float64(output).swapaxes(0, 1)}
+
+
+def _order(work: Workload, seed: int) -> np.ndarray:
+    # Of a window the last keys are seen.
+    return work.t - 1 - np.random.default_rng(seed).permutation(work.pairs)
+
+
+def _step_in_order(query: Any, key: Any, value: Any) -> Any:
+    scores = query @ key.mT * query.shape[-1] ** -0.5
+    return scores.softmax(-1) @ value
 
 
 def _at_probe(work: Workload, layout: str) -> Callable[[Any], Arrays]:
-    row, heads = probe(work)
-
     def named(result: tuple) -> Arrays:
-        found = (
-            x[row][:, heads] if layout == JAX_LAYOUT else x[row][heads].swapaxes(0, 1)
-            for x in result
-        )
-        return {name: as_float64(x) for name, x in zip(NAMES, found, strict=False)}
+        pairs = zip(NAMES, result, strict=False)  # without gradients the output alone
+        return {name: as_float64(_pick(x, work, layout)) for name, x in pairs}
 
     return named
+
+
+def _pick(x: Any, work: Workload, layout: str) -> Any:
+    """Return what is compared of an array, `(t, n, h)`."""
+    row, heads = probe(work)
+    return x[row][:, heads] if layout == JAX_LAYOUT else x[row][heads].swapaxes(0, 1)
 
 
 def _in_jax(
@@ -157,10 +170,10 @@ def _torch_sdpa(kernel: str | None = None) -> Callable[[Workload], Prepared]:
         from torch.nn.functional import scaled_dot_product_attention
 
         def attend(query, key, value):
-            if (
-                kernel is None
-            ):  # with one query, the last, is_causal would mean that it sees key 0 alone
-                return scaled_dot_product_attention(query, key, value, is_causal=not work.step)
+            if kernel is None:
+                # Of one query, the last, is_causal would say that it sees key 0 alone.
+                causal = not work.step
+                return scaled_dot_product_attention(query, key, value, is_causal=causal)
             with sdpa_kernel(getattr(SDPBackend, kernel)):
                 return scaled_dot_product_attention(query, key, value, is_causal=True)
 

@@ -61,8 +61,10 @@ def prepare_jax(
 
     The cotangent is `arguments[-1]`.
     """
+    # Moving them to the device is no part of a call.
     arguments = jax.device_put(arguments)
     start = time.perf_counter()
+    # Ahead of time, so that it is known what compiling takes, and what memory.
     compiled = jax.jit(with_gradients(compute, work.backward)).lower(*arguments).compile()
     seconds = time.perf_counter() - start
     memory = compiled.memory_analysis()
@@ -85,22 +87,22 @@ def prepare_torch(
     """Prepare `compute(*inputs[:-1])` and the gradients of `leaves`, the cotangent `inputs[-1]`."""
     import torch
 
+    # As many threads as XLA has: PyTorch takes one for two hyperthreads.
     torch.set_num_threads(os.cpu_count() or 1)
     for leaf in leaves:
         leaf.requires_grad_(work.backward)
 
     def once() -> tuple:
         output = compute(*inputs[:-1])
-        return (
-            (output, *torch.autograd.grad(output, leaves, inputs[-1]))
-            if work.backward
-            else (output,)
-        )
+        if not work.backward:
+            return (output,)
+        return output, *torch.autograd.grad(output, leaves, inputs[-1])
 
     def run(repeats: int) -> Any:
         result = None
         for _ in range(repeats):
             result = once()
+        # On a GPU a call returns before it is computed.
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         return result
@@ -112,6 +114,7 @@ def torch_tensor(array: np.ndarray) -> torch.Tensor:
     """Return a tensor of the same dtype, on the GPU if there is one."""
     import torch
 
+    # NumPy's bfloat16 is not one that PyTorch reads.
     dtype = getattr(torch, array.dtype.name)
     tensor = torch.from_numpy(np.ascontiguousarray(array, np.float32)).to(dtype)
     return tensor.cuda() if torch.cuda.is_available() else tensor

@@ -43,13 +43,8 @@ ATTNAX = Layout(
 
 def layers(backends: Sequence[str]) -> list[Implementation]:
     """Return our layer with each backend, and then the other implementations."""
-    return [
-        *(
-            Implementation(f"ours {backend}", partial(_prepare_ours, backend))
-            for backend in backends
-        ),
-        *_OTHERS,
-    ]
+    ours = [Implementation(f"ours {name}", partial(_prepare_ours, name)) for name in backends]
+    return [*ours, *_OTHERS]
 
 
 def formula(work: Workload, dtype: str) -> Arrays:
@@ -63,6 +58,7 @@ def formula(work: Workload, dtype: str) -> Arrays:
 
 @lru_cache(maxsize=2)
 def _weights(n: int, h: int) -> dict[str, np.ndarray]:
+    # Drawn once: the other layers get these weights, through a layout that all can read.
     layer = MultiHeadAttention(n * h, n * h, None, 0.0, n, qkv_bias=True, rngs=nnx.Rngs(0))
     return convert.state_dict(layer, COMMON)
 
@@ -89,13 +85,17 @@ def _as_function(
     graph, params, rest = nnx.split(layer, nnx.Param, ...)
     common = common or (lambda layer: convert.state_dict(layer, COMMON))
 
+    def compute(params: Any, x: Any) -> Any:
+        return call(nnx.merge(graph, params, rest), x)
+
     def named(result: tuple) -> Arrays:
-        found = {"output": result[0]}
-        if len(result) > 1:
-            found |= {"input": result[2]} | common(nnx.merge(graph, result[1], rest))
+        output, *gradients = result
+        found = {"output": output}
+        if gradients:
+            of_params, found["input"] = gradients
+            found |= common(nnx.merge(graph, of_params, rest))
         return {name: as_float64(array) for name, array in found.items()}
 
-    compute = lambda params, x: call(nnx.merge(graph, params, rest), x)  # noqa: E731
     return compute, jax.tree.map(lambda x: x.astype(dtype), params), named
 
 
@@ -114,13 +114,15 @@ def _prepare_like(
     work: Workload, layer: nnx.Module, layout: str | Layout, call: Callable[..., Any]
 ) -> Prepared:
     """Prepare a layer whose parameters are those of ours in a layout."""
-    for name, array in convert.state_dict(_ours(work, "auto"), layout).items():
-        _parameters(layer)[name][...] = jnp.asarray(array)
+    ours = _ours(work, "auto")
+    parameters = _parameters(layer)
+    for name, array in convert.state_dict(ours, layout).items():
+        parameters[name][...] = jnp.asarray(array)
 
     def common(gradients: nnx.Module) -> Arrays:
-        named = {
-            name: as_float64(gradient[...]) for name, gradient in _parameters(gradients).items()
-        }
+        # They cross the other way, as if they were weights.
+        found = _parameters(gradients)
+        named = {name: as_float64(gradient[...]) for name, gradient in found.items()}
         layer = _ours(work, "auto")
         convert.load_state_dict(layer, named, layout)
         return convert.state_dict(layer, COMMON)
@@ -151,12 +153,8 @@ def _prepare_torch(work: Workload) -> Prepared:
     import torch
 
     x, cotangent = (torch_tensor(x) for x in inputs(work))
-    layer = torch.nn.MultiheadAttention(work.n * work.h, work.n, batch_first=True).to(
-        x.device, x.dtype
-    )
-    layer.load_state_dict(
-        {name: torch.from_numpy(array) for name, array in _weights(work.n, work.h).items()}
-    )
+    layer = _torch_layer(work).to(x.device, x.dtype)
+    # It wants the mask as well as the flag, of which it reads one.
     hidden = torch.nn.Transformer.generate_square_subsequent_mask(
         work.t, device=x.device, dtype=x.dtype
     )
@@ -171,6 +169,15 @@ def _prepare_torch(work: Workload) -> Prepared:
         return {name: as_float64(array) for name, array in zip(names, result, strict=False)}
 
     return prepare_torch(compute, [x, cotangent], [x, *layer.parameters()], work, named)
+
+
+def _torch_layer(work: Workload) -> Any:
+    import torch
+
+    layer = torch.nn.MultiheadAttention(work.n * work.h, work.n, batch_first=True)
+    weights = _weights(work.n, work.h)
+    layer.load_state_dict({name: torch.from_numpy(array) for name, array in weights.items()})
+    return layer
 
 
 _OTHERS = (

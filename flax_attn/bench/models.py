@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,7 +16,6 @@ import numpy as np
 import optax
 from flax import nnx
 
-from flax_attn.bench import startup
 from flax_attn.bench.machine import read_limit
 from flax_attn.bench.tasks import TaskResult
 from flax_attn.bench.timing import least
@@ -31,10 +31,8 @@ def run(
     rounds: int, quick: bool, progress: Callable[[str], None] = lambda task: None
 ) -> Iterator[TaskResult]:
     """Measure task after task; each first checks that both compute the same."""
-    from transformers import GPT2Config
-
     with tempfile.TemporaryDirectory() as folder:
-        theirs = make_checkpoint(GPT2Config(**(SMALL if quick else {})), folder)
+        theirs = make_checkpoint(config(quick), folder)
         ours: Any = GPT2.from_pretrained(folder)
         for b in (1, 8):
             progress(f"decoding, batch {b}")
@@ -46,8 +44,13 @@ def run(
         for dropout in (0.0, 0.1):
             progress(f"training, dropout {dropout}")
             yield from _train(folder, dropout, (4, 512), rounds)
-        progress("starts")
-        yield from startup.measure(folder)
+
+
+def config(quick: bool) -> Any:
+    """Return transformers' config of GPT-2 small, or of a model of two narrow layers."""
+    from transformers import GPT2Config
+
+    return GPT2Config(**(SMALL if quick else {}))
 
 
 def make_checkpoint(config: Any, folder: str) -> Any:
@@ -55,6 +58,7 @@ def make_checkpoint(config: Any, folder: str) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
+    # Random weights are as fast as trained ones; without an end token all make as many tokens.
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).float().eval()
     assert model.generation_config is not None
@@ -76,34 +80,43 @@ def decode(
     prompts = np.random.default_rng(0).integers(0, ours.config.vocab_size, (b, context))
     tensor = torch.from_numpy(prompts)
 
+    def our_tokens(new: int) -> Any:
+        return generate(ours, prompts, new)
+
     def their_tokens(new: int) -> Any:
-        options = {
-            "attention_mask": torch.ones_like(tensor),
-            "max_new_tokens": new,
-            "min_new_tokens": new,
-        }
-        return theirs.generate(tensor, do_sample=False, **options)[:, context:]
+        found = theirs.generate(
+            tensor,
+            attention_mask=torch.ones_like(tensor),
+            max_new_tokens=new,
+            min_new_tokens=new,
+            do_sample=False,
+        )
+        return found[:, context:]
 
     start = time.perf_counter()
-    mine = generate(ours, prompts, NEW)
+    mine = our_tokens(NEW)
     first = time.perf_counter() - start
     same = np.mean(np.asarray(mine) == their_tokens(NEW).numpy())
-    generate(ours, prompts, 1)  # compiles the prompt with the smaller cache
-    runs = {
-        ("ours", new): lambda n, new=new: [generate(ours, prompts, new) for _ in range(n)]
-        for new in (1, NEW)
-    } | {
-        ("theirs", new): lambda n, new=new: [their_tokens(new) for _ in range(n)]
-        for new in (1, NEW)
-    }
+    our_tokens(1)  # compiles the prompt with the smaller cache
+    runs: dict[Any, Any] = {}
+    # The difference between many tokens and one is what the prompt has no part in.
+    for new in (1, NEW):
+        runs["ours", new] = _repeated(partial(our_tokens, new))
+        runs["theirs", new] = _repeated(partial(their_tokens, new))
     taken = least(runs, rounds)
-    speed = {who: b * (NEW - 1) / (taken[who, NEW] - taken[who, 1]) for who in ("ours", "theirs")}
+    rate = b * (NEW - 1) / (taken["ours", NEW] - taken["ours", 1])
+    their_rate = b * (NEW - 1) / (taken["theirs", NEW] - taken["theirs", 1])
     note = f"{same:.0%} of greedy tokens equal"
     if read is not None:
-        rate = speed["ours"] / b * read / 1e9
-        note = f"reads {rate:.1f} GB/s, the machine's limit is {read_limit():.1f}; {note}"
-    task, compile_seconds = f"decode {NEW} after {context}, batch {b}", first - taken["ours", NEW]
-    return TaskResult(task, "tokens/s", speed["ours"], speed["theirs"], compile_seconds, note)
+        gigabytes = rate / b * read / 1e9
+        note = f"reads {gigabytes:.1f} GB/s, the machine's limit is {read_limit():.1f}; {note}"
+    task = f"decode {NEW} after {context}, batch {b}"
+    return TaskResult(task, "tokens/s", rate, their_rate, first - taken["ours", NEW], note)
+
+
+def _repeated(run: Callable[[], Any]) -> Callable[[int], list[Any]]:
+    """Return what calls a function a number of times."""
+    return lambda repeats: [run() for _ in range(repeats)]
 
 
 def _decode_bfloat16(folder: str, theirs: Any, rounds: int) -> TaskResult:
@@ -120,58 +133,68 @@ def prefill(ours: Any, theirs: Any, t: int, rounds: int) -> TaskResult:
 
     tokens = np.random.default_rng(0).integers(0, ours.config.vocab_size, (1, t))
     tensor = torch.from_numpy(tokens)
-    compute = nnx.jit(lambda model, tokens: model.logits(model.hidden(tokens)[:, -1]))
+    jitted = nnx.jit(lambda model, tokens: model.logits(model.hidden(tokens)[:, -1]))
+
+    def our_logits() -> jax.Array:
+        return jax.block_until_ready(jitted(ours, tokens))
 
     @torch.no_grad()
     def their_logits() -> Any:
         return theirs(tensor, logits_to_keep=1).logits[:, -1]
 
     start = time.perf_counter()
-    mine = np.asarray(compute(ours, tokens))
+    mine = np.asarray(our_logits())
     first = time.perf_counter() - start
     _check_equal("logits of prefill", mine, their_logits().numpy())
-    runs = {
-        "ours": lambda n: [jax.block_until_ready(compute(ours, tokens)) for _ in range(n)],
-        "theirs": lambda n: [their_logits() for _ in range(n)],
-    }
+    runs = {"ours": _repeated(our_logits), "theirs": _repeated(their_logits)}
     taken = least(runs, rounds)
-    return TaskResult(f"prefill {t}", "s", taken["ours"], taken["theirs"], first - taken["ours"])
+    # What the first call took beyond a later one is mostly compiling.
+    seconds = first - taken["ours"]
+    return TaskResult(f"prefill {t}", "s", taken["ours"], taken["theirs"], seconds)
 
 
 def _train(
     folder: str, dropout: float, shape: tuple[int, int], rounds: int
 ) -> Iterator[TaskResult]:
-    import torch
     from transformers import GPT2LMHeadModel
 
     options = dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), dropout)
     theirs = GPT2LMHeadModel.from_pretrained(folder, **options).train()
     tokens = np.random.default_rng(0).integers(0, theirs.config.vocab_size, shape)
-    tensor = torch.from_numpy(tokens)
-    their_optimizer = torch.optim.AdamW(theirs.parameters(), lr=1e-4)
-
-    def their_step() -> float:
-        their_optimizer.zero_grad()
-        loss = theirs(tensor, labels=tensor).loss
-        loss.backward()
-        their_optimizer.step()
-        return loss.item()
-
+    their_step = _their_training(theirs, tokens)
     their_loss = their_step()
-    runs: dict[str, Any] = {"theirs": lambda n: [their_step() for _ in range(n)]}
+    runs: dict[str, Any] = {"theirs": _repeated(their_step)}
     first = {}
     for form, scan_layers in (("layers one by one", False), ("layers scanned", True)):
         step = _training(folder, dropout, tokens, scan_layers)
         start = time.perf_counter()
         loss = step()
         first[form] = time.perf_counter() - start
+        # With dropout the two draw different numbers.
         if not dropout:
             _check_equal("losses", np.array(loss), np.array(their_loss))
-        runs[form] = lambda n, step=step: [step() for _ in range(n)]
+        runs[form] = _repeated(step)
     taken = least(runs, rounds)
     for form, seconds in first.items():
         task = f"training step {shape}, dropout {dropout}, {form}"
         yield TaskResult(task, "s", taken[form], taken["theirs"], seconds - taken[form])
+
+
+def _their_training(model: Any, tokens: np.ndarray) -> Callable[[], float]:
+    """Return a function that takes a step of transformers' model and returns its loss."""
+    import torch
+
+    tensor = torch.from_numpy(tokens)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+    def step() -> float:
+        optimizer.zero_grad()
+        loss = model(tensor, labels=tensor).loss
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    return step
 
 
 def _training(
@@ -191,6 +214,7 @@ def _bytes(model: GPT2) -> int:
 
 
 def _check_equal(what: str, ours: np.ndarray, theirs: np.ndarray) -> None:
+    # A check of what is timed, not of the numbers: those have proofs of their own.
     error = float(np.abs(ours - theirs).max() / np.abs(theirs).max())
     if not error < TOLERANCE:
         raise ValueError(

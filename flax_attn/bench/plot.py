@@ -40,6 +40,7 @@ def plot_growth(report: BenchmarkReport) -> Figure:
     for panel, (cost, label, unit, textbook) in zip(figure.subplots(1, 2), PANELS, strict=True):
         for i, name in enumerate(names(report.rows, "tokens")):
             _draw(panel, report, name, cost, unit, f"C{i}")
+        # Both axes are logarithmic, so that a power is a line, and its exponent the slope.
         _textbook(panel, report, cost, unit, textbook)
         panel.set_xscale("log", base=2)
         panel.xaxis.set_major_formatter("{x:.0f}")
@@ -54,12 +55,11 @@ def _draw(
     panel: Any, report: BenchmarkReport, name: str, cost: str, unit: float, color: str
 ) -> None:
     sizes, costs = curve(report.rows, "tokens", name, cost)
+    fitted = exponent(sizes, costs) if sizes else None
+    label = name if fitted is None else f"{name}: T^{fitted:.2f}"
     if sizes:
-        fitted = exponent(sizes, costs)
-        label = name if fitted is None else f"{name}: T^{fitted:.2f}"
-        panel.plot(
-            sizes, unit * np.asarray(costs), marker="o", markersize=4, color=color, label=label
-        )
+        scaled = unit * np.asarray(costs)
+        panel.plot(sizes, scaled, marker="o", markersize=4, color=color, label=label)
 
 
 def _textbook(panel: Any, report: BenchmarkReport, cost: str, unit: float, power: int) -> None:

@@ -18,4 +18,5 @@ def lines(*fields: str) -> list[str]:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:  # not Linux
         return []
+    # The cores of a machine are described one behind another; the first stands for all.
     return [line for line in text.split("\n\n")[0].splitlines() if line.startswith(fields)]

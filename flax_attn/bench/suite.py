@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,11 +22,8 @@ from flax_attn.bench.workload import Workload
 Shape = tuple[int, int, int, int]
 
 DTYPES = {"cpu": "float32", "gpu": "bfloat16", "tpu": "bfloat16"}
-PRODUCT = {
-    "cpu": 2048,
-    "gpu": 8192,
-    "tpu": 8192,
-}  # width of a matrix product that takes a few milliseconds at least
+# Width of a matrix product that takes a few milliseconds at least.
+PRODUCT = {"cpu": 2048, "gpu": 8192, "tpu": 8192}
 STEP_DTYPES = ("float32", "bfloat16")
 
 
@@ -126,6 +123,7 @@ def run(
     name = "given" if shapes else "quick" if quick else "full"
     sizes = {"given": Sizes(tuple(shapes)), "quick": QUICK, "full": FULL}[name]
     suite = benchmarks(sizes, backends, platform)
+    # Measured before and after, since a machine may be slower for a while.
     rows: list[Measurement] = []
     limit = machine.product_limit(DTYPES[platform], PRODUCT[platform])
     for benchmark in suite:
@@ -142,6 +140,7 @@ def default_backends(platform: str) -> tuple[str, ...]:
         >>> default_backends("tpu")
         ('auto', 'splash', 'blocked')
     """
+    # The formula is in no table but that of growth: it is the reference, and no rival.
     special = [name for name in BACKENDS if platform in (load(name).platforms or ())]
     special = [name for name in special if name != "native"]  # which auto takes, where it was built
     return ("auto", *special, "blocked")
@@ -149,56 +148,63 @@ def default_backends(platform: str) -> tuple[str, ...]:
 
 def benchmarks(sizes: Sizes, backends: Sequence[str], platform: str) -> list[Benchmark]:
     """Return all benchmarks, smaller sizes first, so that times that are too long are predicted."""
-    everyone, dtype = functions(backends, platform), DTYPES[platform]
-    growing = functions(
-        dict.fromkeys((*backends, "reference")), platform
-    )  # what the formula costs, its growth shows
-    make = partial(_benchmark, limit=min(machine.memory_limit(), sizes.limit or sys.maxsize))
-    best, in_jax = [ours(backends[0])], [one for one in growing if one.package == "jax"]
-    suite = [
-        make("attention", everyone, shape, dtype, b)
-        for shape in sizes.shapes
-        for b in (False, True)
-    ]
+    dtype = DTYPES[platform]
+    limit = min(machine.memory_limit(), sizes.limit or sys.maxsize)
+    make = partial(_benchmark, dtype=dtype, limit=limit)
+    everyone, best = functions(backends, platform), [ours(backends[0])]
+    suite = []
+    for shape in sizes.shapes:
+        suite += [make("attention", everyone, shape, backward=b) for b in (False, True)]
     if sizes.long:
-        widths = ({}, {"window": sizes.window})
-        suite += [make("window", best, sizes.long, dtype, b, widths) for b in (False, True)]
+        variants = ({}, {"window": sizes.window})
+        suite += [make("window", best, sizes.long, variants, backward=b) for b in (False, True)]
     if sizes.low:
-        dtypes = ({"dtype": "float32"}, {"dtype": "bfloat16"})
-        suite += [make("dtype", best, sizes.low, dtype, b, dtypes) for b in (False, True)]
+        variants = ({"dtype": "float32"}, {"dtype": "bfloat16"})
+        suite += [make("dtype", best, sizes.low, variants, backward=b) for b in (False, True)]
     if sizes.half:
         rivals = [one for one in everyone if one.package == "torch"]
-        suite += [make("bfloat16", best + rivals, sizes.half, "bfloat16", backward=False)]
+        variants = ({"dtype": "bfloat16"},)
+        suite.append(make("bfloat16", best + rivals, sizes.half, variants, backward=False))
     if sizes.step:
-        suite += [
-            make("step", steps(platform), sizes.step, t, False, ({"step": True},))
-            for t in STEP_DTYPES
-        ]
+        for name in STEP_DTYPES:
+            variants = ({"step": True, "dtype": name},)
+            suite.append(make("step", steps(platform), sizes.step, variants, backward=False))
+    # What the formula costs, its growth shows: the reference is one of ours there.
+    growing = functions(dict.fromkeys((*backends, "reference")), platform)
     if sizes.memory:
-        suite += [make("memory", in_jax, sizes.memory, dtype, timed=False)]
+        in_jax = [one for one in growing if one.package == "jax"]
+        suite.append(make("memory", in_jax, sizes.memory, timed=False))
     if sizes.layer:
-        suite += [make("layer", layers(backends), sizes.layer, dtype, variants=({"layer": True},))]
-    middle = sizes.growth[len(sizes.growth) // 2] if sizes.growth else 0
-    by_tokens = [(1, sizes.heads[1], t, sizes.width // sizes.heads[1]) for t in sizes.growth]
-    by_heads = [(1, n, middle, sizes.width // n) for n in sizes.heads]
-    suite += [make("tokens", growing, shape, dtype) for shape in by_tokens]
-    return suite + [make("heads", growing, shape, dtype) for shape in by_heads]
+        suite.append(make("layer", layers(backends), sizes.layer, ({"layer": True},)))
+    for section, shape in _growth(sizes):
+        suite.append(make(section, growing, shape))
+    return suite
+
+
+def _growth(sizes: Sizes) -> Iterator[tuple[str, Shape]]:
+    """Yield the sections and sizes that grow in tokens, and then in heads of the same width."""
+    for t in sizes.growth:
+        heads = sizes.heads[1]
+        yield "tokens", (1, heads, t, sizes.width // heads)
+    for n in sizes.heads:
+        middle = sizes.growth[len(sizes.growth) // 2]
+        yield "heads", (1, n, middle, sizes.width // n)
 
 
 def _benchmark(
     section: str,
     implementations: Sequence[Implementation],
     shape: Shape,
-    dtype: str,
-    backward: bool = True,
     variants: Sequence[dict[str, Any]] = ({},),
-    timed: bool = True,
     *,
+    dtype: str,
     limit: int,
+    backward: bool = True,
+    timed: bool = True,
 ) -> Benchmark:
-    works = [
-        Workload(*shape, **{"backward": backward, "dtype": dtype, **variant})
-        for variant in variants
-    ]
-    entries = tuple((implementation, work) for implementation in implementations for work in works)
-    return Benchmark(section, entries, limit, timed)
+    entries = []
+    for implementation in implementations:
+        for variant in variants:
+            options = {"backward": backward, "dtype": dtype, **variant}
+            entries.append((implementation, Workload(*shape, **options)))
+    return Benchmark(section, tuple(entries), limit, timed)

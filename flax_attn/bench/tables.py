@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from itertools import groupby
+from collections.abc import Sequence
 
 from rich import box
 from rich.table import Table
@@ -35,6 +34,7 @@ TEXTBOOK = {  # the exponents of naive time, and of memory that does not hold th
 
 def tables(report: BenchmarkReport) -> list[Table]:
     """Return the benchmarks, the growth and the summary, each where there is one."""
+    # Growth has tables of its own, sizes beside each other.
     benchmarks = [row for row in report.rows if row.section not in ("tokens", "heads")]
     found = [_benchmarks(report, benchmarks)] if benchmarks else []
     found += [_growth(report, *which) for which in TEXTBOOK if names(report.rows, which[0])]
@@ -47,15 +47,20 @@ def notes(report: BenchmarkReport) -> list[str]:
 
 
 def _note(row: Measurement) -> str:
-    name = (
-        row.implementation if row.status == "not installed" else f"{row.implementation}, {row.work}"
-    )
+    name = row.implementation
+    if row.status != "not installed":
+        name += f", {row.work}"
     return f"{name}: {row.status}: {row.note}"
 
 
 def _table(first: str, columns: Sequence[str], title: str | None = None) -> Table:
+    # As plain as it can be: the tables are copied into documentation.
     table = Table(
-        box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), title=title, title_justify="left"
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+        title=title,
+        title_justify="left",
     )
     table.add_column(first, no_wrap=True)
     for column in columns:
@@ -65,62 +70,70 @@ def _table(first: str, columns: Sequence[str], title: str | None = None) -> Tabl
 
 def _benchmarks(report: BenchmarkReport, rows: Sequence[Measurement]) -> Table:
     table = _table("(b, n, t, h)", COLUMNS)
-    for (_, size), group in groupby(rows, key=lambda row: (row.section, row.work.size)):
-        table.add_row(Text(size, style="bold"))
-        for row in group:
-            table.add_row(f"  {_label(row)}", *_cells(report, row))
-        table.add_section()
+    previous = None
+    for row in rows:
+        group = row.section, row.work.size
+        if group != previous:
+            if previous is not None:
+                table.add_section()
+            table.add_row(Text(row.work.size, style="bold"))
+        table.add_row(f"  {_label(row)}", *_cells(report, row))
+        previous = group
+    table.add_section()
     return table
 
 
 def _label(row: Measurement) -> str:
-    window = f", window {row.work.window}" if row.work.window else ""
-    return (
-        row.implementation
-        + window
-        + (f", {row.work.dtype}" if row.section in ("dtype", "bfloat16", "step") else "")
-    )
+    found = row.implementation
+    if row.work.window:
+        found += f", window {row.work.window}"
+    # Elsewhere all rows have one dtype.
+    if row.section in ("dtype", "bfloat16", "step"):
+        found += f", {row.work.dtype}"
+    return found
 
 
 def _cells(report: BenchmarkReport, row: Measurement) -> list[str | Text]:
-    time = (
-        _number(row.best, lambda x: f"{1000 * x:.4g}")
-        if row.best
-        else Text(row.status, style="yellow")
-    )
+    spread = timing.spread(list(row.seconds)) if row.seconds else None
     return [
-        time,
-        _number(timing.spread(list(row.seconds)) if row.seconds else None, "{:.0%}".format),
-        _number(len(row.seconds) or None, str),
-        _number(ratio(report.rows, report.ours, row), "{:.2f}".format),
-        _number(row.flops_per_second, lambda x: f"{x / 1e9:.1f}"),
-        _number(report.of_limit(row), "{:.0%}".format),
-        _number(row.temporaries, lambda x: f"{x / MIB:.4g}"),
-        _number(row.compile_seconds, "{:.1f}".format),
-        _number(row.error, "{:.2f}".format),
+        f"{1000 * row.best:.4g}" if row.best else Text(row.status, style="yellow"),
+        _number(spread, "{:.0%}"),
+        _number(len(row.seconds) or None, "{}"),
+        _number(ratio(report.rows, report.ours, row), "{:.2f}"),
+        _number(row.flops_per_second, "{:.1f}", 1e9),
+        _number(report.of_limit(row), "{:.0%}"),
+        _number(row.temporaries, "{:.4g}", MIB),
+        _number(row.compile_seconds, "{:.1f}"),
+        _number(row.error, "{:.2f}"),
     ]
 
 
-def _number(value: float | int | None, text: Callable[..., str]) -> str:
-    return "-" if value is None else text(value)
+def _number(value: float | int | None, text: str, unit: float | int = 1) -> str:
+    if value is None:
+        return "-"
+    return text.format(value if unit == 1 else value / unit)
 
 
 def _growth(report: BenchmarkReport, over: str, cost: str) -> Table:
     rows = [row for row in report.rows if row.section == over]
-    axis = {"tokens": lambda row: row.work.t, "heads": lambda row: row.work.n}[over]
-    sizes = list(dict.fromkeys(axis(row) for row in rows))
+    sizes = list(dict.fromkeys(_size(row, over) for row in rows))
     what = "time ms" if cost == "best" else "temporaries MiB"
-    table = _table(over, [*map(str, sizes), "exponent"], f"{what} of forward+backward over {over}")
+    title = f"{what} of forward+backward over {over}"
+    table = _table(over, [*map(str, sizes), "exponent"], title)
     for name in names(rows, over):
-        cells = {axis(row): _cost(row, cost) for row in rows if row.implementation == name}
+        mine = [row for row in rows if row.implementation == name]
+        cells = {_size(row, over): _cost(row, cost) for row in mine}
         fitted = exponent(*curve(rows, over, name, cost))
-        table.add_row(
-            name, *(cells.get(size, "-") for size in sizes), _number(fitted, "{:.2f}".format)
-        )
-    table.add_row(
-        Text("textbook", style="dim"), *[""] * len(sizes), Text(TEXTBOOK[over, cost], style="dim")
-    )
+        # A curve may end before the others do, where it gets too slow.
+        shown = [cells.get(size, "-") for size in sizes]
+        table.add_row(name, *shown, _number(fitted, "{:.2f}"))
+    textbook = Text(TEXTBOOK[over, cost], style="dim")
+    table.add_row(Text("textbook", style="dim"), *[""] * len(sizes), textbook)
     return table
+
+
+def _size(row: Measurement, over: str) -> int:
+    return row.work.t if over == "tokens" else row.work.n
 
 
 def _cost(row: Measurement, cost: str) -> str | Text:

@@ -32,6 +32,7 @@ class TaskResult:
     @property
     def gain(self) -> float:
         """How many times better ours is."""
+        # A rate is better where it is more, seconds and bytes where they are less.
         return self.ours / self.theirs if self.unit.endswith("/s") else self.theirs / self.ours
 
 

@@ -17,11 +17,11 @@ PAUSE = 0.02
 BUDGET = 4.0  # seconds of turns, after which an implementation gets no more; each has at least two
 
 Name = TypeVar("Name", bound=Hashable)
-Run = Callable[[int], object]  # computes the given number of times, and waits for it
+Repeat = Callable[[int], object]  # computes the given number of times, and waits for it
 
 
 def interleave(
-    runs: Mapping[Name, Run],
+    runs: Mapping[Name, Repeat],
     first: Mapping[Name, float],
     rounds: int,
     clock: Callable[[], float] = time.perf_counter,
@@ -39,27 +39,34 @@ def interleave(
     """
     names = list(runs)
     pause = PAUSE if clock is time.perf_counter else 0
+    # Of a call that takes nothing a thousand fill a turn.
     repeats = {name: max(1, int(TURN / max(first[name], TURN / 1000))) for name in names}
     taken: dict[Name, list[float]] = {name: [] for name in names}
     for i in range(rounds):
-        shift = i % max(len(names), 1)
-        for name in names[shift:] + names[:shift]:
-            if len(taken[name]) < 2 or sum(taken[name]) * repeats[name] < BUDGET:
+        for name in _from(names, i):
+            spent = sum(taken[name]) * repeats[name]
+            if len(taken[name]) < 2 or spent < BUDGET:
                 time.sleep(pause)
-                taken[name].append(seconds_per_call(runs[name], repeats[name], clock))
+                seconds = seconds_per_call(runs[name], repeats[name], clock)
+                taken[name].append(seconds)
     return taken
 
 
-def least(runs: Mapping[Name, Run], rounds: int) -> dict[Name, float]:
+def _from(names: list[Name], i: int) -> list[Name]:
+    """Return the names in turn, beginning with the one at `i`."""
+    shift = i % max(len(names), 1)
+    return names[shift:] + names[:shift]
+
+
+def least(runs: Mapping[Name, Repeat], rounds: int) -> dict[Name, float]:
     """Return the seconds of a call of each in its least disturbed turn; one call fills a turn."""
-    return {
-        name: min(seconds)
-        for name, seconds in interleave(runs, dict.fromkeys(runs, 1.0), rounds).items()
-    }
+    # As if a call took a second: so one call fills a turn.
+    taken = interleave(runs, dict.fromkeys(runs, 1.0), rounds)
+    return {name: min(seconds) for name, seconds in taken.items()}
 
 
 def seconds_per_call(
-    run: Run, repeats: int = 1, clock: Callable[[], float] = time.perf_counter
+    run: Repeat, repeats: int = 1, clock: Callable[[], float] = time.perf_counter
 ) -> float:
     """Return the seconds that one of `repeats` calls takes."""
     start = clock()
@@ -74,5 +81,6 @@ def spread(seconds: list[float]) -> float:
         >>> spread([1.0, 2.0, 3.0, 4.0, 5.0])
         0.6666666666666666
     """
+    # Of the quartiles: the slowest turn says more about other users than about the code.
     low, middle, high = np.percentile(seconds, (25, 50, 75))
     return float((high - low) / middle)

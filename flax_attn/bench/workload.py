@@ -71,26 +71,27 @@ class Workload:
     @property
     def size(self) -> str:
         """The shape of the input, and the direction."""
-        shape = (
-            (self.b, self.t, self.n * self.h) if self.layer else (self.b, self.n, self.t, self.h)
-        )
-        direction = "forward+backward" if self.backward else "forward"
-        return f"{shape} {'decoding step' if self.step else direction}"
+        shape = (self.b, self.n, self.t, self.h)
+        if self.layer:
+            shape = (self.b, self.t, self.n * self.h)
+        if self.step:
+            return f"{shape} decoding step"
+        return f"{shape} {'forward+backward' if self.backward else 'forward'}"
 
     def mask(self, offset: Count | None = None) -> Mask:
         """Return the mask.
 
         `offset` is the position of the first query where the queries are only some of the rows.
         """
+        # The one query of a step is the last token, and sees all others.
         offset = self.t - 1 if self.step else offset
-        return (
-            Mask.causal(offset) if self.window is None else Mask.sliding_window(self.window, offset)
-        )
+        if self.window is None:
+            return Mask.causal(offset)
+        return Mask.sliding_window(self.window, offset)
 
     def __str__(self) -> str:
-        return ", ".join(
-            [self.size, *([f"window {self.window}"] if self.window else []), self.dtype]
-        )
+        window = f", window {self.window}" if self.window else ""
+        return f"{self.size}{window}, {self.dtype}"
 
 
 @lru_cache(maxsize=2)
@@ -99,13 +100,22 @@ def inputs(work: Workload) -> tuple[np.ndarray, ...]:
 
     Those are its input and cotangent `(b, t, d)`.
     """
-    random = np.random.default_rng(0)
-    shape = (work.b, work.t, work.n * work.h) if work.layer else (work.b, work.t, work.n, work.h)
-    draws = [random.standard_normal(shape, np.float32) for _ in range(2 if work.layer else 4)]
+    draws = _draw(work)
     if work.step:
         query, key, value, cotangent = draws
         draws = [query[:, -1:], key, value, cotangent[:, -1:]]
-    return tuple(draw.astype(jnp.dtype(work.dtype)) for draw in draws)
+    dtype = jnp.dtype(work.dtype)
+    return tuple(draw.astype(dtype) for draw in draws)
+
+
+def _draw(work: Workload) -> list[np.ndarray]:
+    # The same numbers for every implementation: they are drawn on the host.
+    random = np.random.default_rng(0)
+    if work.layer:
+        shape, count = (work.b, work.t, work.n * work.h), 2
+    else:
+        shape, count = (work.b, work.t, work.n, work.h), 4
+    return [random.standard_normal(shape, np.float32) for _ in range(count)]
 
 
 def with_gradients(compute: Callable[..., Any], backward: bool) -> Callable[..., tuple]:
@@ -121,4 +131,5 @@ def with_gradients(compute: Callable[..., Any], backward: bool) -> Callable[...,
         output, pull = jax.vjp(compute, *arguments[:-1])
         return output, *pull(arguments[-1])
 
+    # The cotangent comes last in either, so that both are called alike.
     return both if backward else forward

@@ -28,6 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(arguments: list[str]) -> int:
     import argparse
 
+    # A report names the command that makes it again, with the arguments as they were given.
     options = _parser().parse_args(arguments, argparse.Namespace(arguments=arguments))
     return options.run(options)
 
@@ -38,11 +39,11 @@ def _parser() -> argparse.ArgumentParser:
     import flax_attn
 
     # Imported here, so that an interrupt meanwhile is one of the command.
-    from flax_attn.cli import backends, bench, docs, faults, generate, parity, plan, show
+    from flax_attn.cli import backends, bench, faults, generate, parity, plan, show
 
     parser = argparse.ArgumentParser(prog="flax-attn", description=flax_attn.__doc__)
     parser.add_argument("--version", action="version", version=f"flax-attn {flax_attn.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (parity, faults, show, backends, bench, generate, plan, docs):
+    for command in (parity, faults, show, backends, bench, generate, plan):
         command.add(commands)
     return parser

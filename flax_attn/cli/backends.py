@@ -62,12 +62,15 @@ def _backends(options: argparse.Namespace) -> int:
 
     from flax_attn.sharding.explain import explain
 
-    (b, t, n, h), s = options.shape, options.keys or options.shape[1]
+    b, t, n, h = options.shape
+    s = options.keys or t
     try:
         # For float64 the answer is the one with float64 switched on.
         with jax.enable_x64(options.dtype == "float64"):
-            query = jax.ShapeDtypeStruct((b, t, n, h), jnp.dtype(options.dtype))
-            key = jax.ShapeDtypeStruct((b, s, options.kv_heads or n, h), query.dtype)
+            dtype = jnp.dtype(options.dtype)
+            query = jax.ShapeDtypeStruct((b, t, n, h), dtype)
+            key = jax.ShapeDtypeStruct((b, s, options.kv_heads or n, h), dtype)
+            # The last query is the last token, as it is behind a cache.
             found = explain(query, key, key, mask=_mask(options, s - t), platform=options.platform)
     except (TypeError, ValueError) as error:
         raise common.UsageError(str(error)) from None
@@ -78,6 +81,7 @@ def _backends(options: argparse.Namespace) -> int:
 def _models(options: argparse.Namespace) -> int:
     from flax_attn.bench import calls
 
+    # A default cannot be told from the same value given: it changes nothing either.
     given = [
         name for name, default in options.of_one_call.items() if getattr(options, name) != default
     ]
@@ -86,6 +90,7 @@ def _models(options: argparse.Namespace) -> int:
         raise common.UsageError(
             f"--models asks about calls of its own, and {names} about another: give one of them"
         )
+    # No device is asked for: a table tells what the backends take there.
     for platform in [options.platform] if options.platform else PLATFORMS:
         common.console(150).print(calls.table(platform))
     return 0

@@ -1,7 +1,4 @@
-"""`flax-attn bench`: measure time and memory beside other implementations.
-
-It also tells the memory that TPUs and GPUs would need.
-"""
+"""`flax-attn bench`: measure time and memory beside other implementations."""
 
 from __future__ import annotations
 
@@ -25,9 +22,7 @@ def add(commands: Any) -> None:
             " agree."
         ),
     )
-    bench.add_argument(
-        "--quick", action="store_true", help="small shapes, or with --gpu few calls: in a minute"
-    )
+    bench.add_argument("--quick", action="store_true", help="small shapes: in a minute")
     shape = {"action": "append", "default": [], "metavar": "B,N,T,H"}
     bench.add_argument(
         "--shape", type=common.sizes("b,n,t,h"), help="only this one; may be repeated", **shape
@@ -54,27 +49,19 @@ def add(commands: Any) -> None:
         action="store_true",
         help="measure models with experts, latents or states instead, likewise",
     )
-    bench.add_argument(
-        "--tpu", action="store_true", help="compile for TPU chips instead, without one"
-    )
-    bench.add_argument(
-        "--gpu",
-        action="store_true",
-        help="compile the attention of models for an H200 instead, without one",
-    )
     bench.set_defaults(run=_bench)
 
 
 def _bench(options: argparse.Namespace) -> int:
-    if options.tpu or options.gpu:
-        return _compile("tpu" if options.tpu else "gpu", options.quick)
     if options.models or options.families:
         return _models(options)
+    # What can be refused is, before a run of minutes.
     _check_backends(options.backend)
     common.check_writable(options.json)
     common.check_writable(options.plot)
     if options.plot:
         common.need("matplotlib", "viz", "--plot")
+    # A curve over T needs several of them.
     if options.plot and options.shape:
         raise common.UsageError(
             "--plot shows the growth over T, which --shape leaves out: give one of them"
@@ -105,6 +92,7 @@ def _run(options: argparse.Namespace) -> BenchmarkReport:
         task = progress.add_task("preparing")
 
         def show(benchmarks, benchmark):
+            # A benchmark takes seconds to minutes, so that the bar moves in uneven steps.
             done = benchmarks.index(benchmark)
             progress.update(
                 task, total=len(benchmarks), completed=done, description=benchmark.title
@@ -152,16 +140,4 @@ def _models(options: argparse.Namespace) -> int:
     show = lambda task: print(task, file=sys.stderr, flush=True)  # noqa: E731
     results = list(what.run(options.rounds, options.quick, show))
     common.console(150).print(tasks.table(results, f"{title}, float32 unless a row says otherwise"))
-    return 0
-
-
-def _compile(platform: str, quick: bool) -> int:
-    from flax_attn.bench.aot.report import tables
-
-    console = common.console(150)
-    try:
-        for table in tables(platform, quick):
-            console.print(table)
-    except ImportError as error:
-        raise common.UsageError(str(error)) from None
     return 0

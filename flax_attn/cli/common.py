@@ -32,6 +32,7 @@ class _Console(Console):
 
 def console(width: int) -> Console:
     """Return a console on stdout, as wide as the terminal; `width` columns without a terminal."""
+    # Without a terminal rich would take 80 columns, and fold most tables.
     return _Console(width=None if sys.stdout.isatty() else width)
 
 
@@ -51,6 +52,7 @@ def check_writable(path: str | None) -> None:
     """Raise before any work is done unless a file can be written to `path`."""
     if path is None:
         return
+    # A comparison takes minutes: that its report cannot be written should not show at its end.
     folder = Path(path).absolute().parent
     if Path(path).is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
         raise UsageError(
@@ -61,6 +63,7 @@ def check_writable(path: str | None) -> None:
 
 def need(module: str, extra: str, what: str) -> None:
     """Raise before any work is done unless a module is there that an extra installs."""
+    # Found without importing it: matplotlib and torch take seconds.
     if find_spec(module) is None:
         raise UsageError(f'{what} needs {module}: pip install "flax-attn[{extra}]"')
 
@@ -70,21 +73,20 @@ def save_figure(draw: Callable[[], Figure], path: str) -> None:
     try:
         with replacing(path) as whole:
             draw().savefig(whole, dpi=150)
-    except (
-        ImportError,
-        OSError,
-        ValueError,
-    ) as error:  # no matplotlib, an unknown format, no way to write
+    except (ImportError, OSError, ValueError) as error:
+        # There is no matplotlib, the format is unknown, or the file cannot be written.
         raise UsageError(str(error)) from None
     print(f"wrote {path}")
 
 
 def device(platform: str | None) -> Device | None:
     """Return the first device of a platform; None for None."""
+    if platform is None:
+        return None
     import jax
 
     try:
-        return None if platform is None else jax.devices(platform)[0]
+        return jax.devices(platform)[0]
     except RuntimeError as error:
         raise UsageError(f"no device of the platform {platform!r} here: {error}") from None
 
@@ -92,6 +94,7 @@ def device(platform: str | None) -> Device | None:
 def seed(text: str) -> int:
     """Parse a seed."""
     number = _integer(text)
+    # NumPy and PyTorch take more, but the key of a JAX stream has two words of 32 bits.
     if not 0 <= number < 2**32:
         raise argparse.ArgumentTypeError(f"must be at least 0 and below 2**32; got {number}")
     return number

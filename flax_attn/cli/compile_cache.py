@@ -33,6 +33,7 @@ def switch_on() -> None:
             return
         jax.config.update("jax_compilation_cache_dir", str(folder))
         jax.config.update("jax_compilation_cache_max_size", _LIMIT)
+    # JAX's default keeps programs of more than a second alone, and a start compiles many of less.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
@@ -41,10 +42,12 @@ def directory() -> Path:
 
     Programs compiled for another processor may not run here.
     """
+    # The programs of a shared home directory may come from machines of several kinds.
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return base / "flax-attn" / "programs" / hashlib.sha256(_processor().encode()).hexdigest()[:16]
 
 
 def _processor() -> str:
+    # The flags: a virtual machine may hide instructions of the processor that it names.
     known = processor.lines("model name", "flags", "Features")
     return "\n".join(known) or f"{platform.machine()} {platform.processor()}"

@@ -29,6 +29,7 @@ def add(commands: Any) -> None:
 
 def _faults(options: argparse.Namespace) -> int:
     need_torch()
+    # Imported behind the check: the faults are patches of torch_ref.
     from flax_attn.proof.faults import detect
 
     try:
@@ -42,6 +43,7 @@ def _faults(options: argparse.Namespace) -> int:
     except detect.FailsWithoutFaultError as error:
         print(f"flax-attn: {error}", file=sys.stderr)
         return 1
+    # As wide as the names of faults need it.
     console = common.console(145)
     console.print(detect.table(found))
     console.print(detect.LEGEND, style="dim", highlight=False)

@@ -68,6 +68,7 @@ def _generate(options: argparse.Namespace) -> int:
 
     if options.compile_cache:
         compile_cache.switch_on()
+    # What can be refused is, before the weights are read.
     tokenizer = _tokenizer(Path(options.model))
     stops = _stop_tokens(Path(options.model))
     prompt = _ids_of(tokenizer, _text(options.prompt))
@@ -166,6 +167,7 @@ def _stop_tokens(folder: Path) -> list[int]:
     """Return the ids that end a text, as generation_config.json says, or else config.json."""
     from attn_spec.json_files import read_object
 
+    # The first overrides the second in transformers, even if it names other tokens.
     for path in (folder / "generation_config.json", folder / "config.json"):
         if not path.is_file():
             continue

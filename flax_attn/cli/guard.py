@@ -52,6 +52,7 @@ def guarded(run: Callable[[], int]) -> int:
         extra = _EXTRAS[error.name]
         _say(f'this needs {error.name}, which is not installed: pip install "flax-attn[{extra}]"')
     except OSError as error:
+        # Libraries raise their own errors of this kind, which are faults to be seen in full.
         if error.errno is None:  # none of the system's, which are no space, no permission
             raise
         _drop_stdout()
@@ -70,13 +71,16 @@ def end_on_signals() -> None:
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     for number in _ENDS:
-        if signal.getsignal(number) != signal.SIG_IGN:  # as `nohup` asks for
+        # `nohup` and background jobs of a shell ask to ignore it.
+        if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, lambda number, frame: None)
+    # The handler does nothing but let Python write the number to this pipe, from any thread.
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     threading.Thread(target=_end, args=(reader,), daemon=True).start()
 
 
 def _end(reader: int) -> NoReturn:
+    # Other signals that the program handles are written there as well.
     number = 0
     while number not in _ENDS:
         number = os.read(reader, 1)[0]
@@ -87,6 +91,7 @@ def _end(reader: int) -> NoReturn:
             cursor = "\x1b[?25h\n" if os.isatty(2) else ""  # a progress bar hides it
             os.write(2, f"{cursor}flax-attn: {_ENDS[signal.Signals(number)]}\n".encode())
     finally:
+        # Not `sys.exit`: that would end this thread alone.
         os._exit(128 + number)
 
 
@@ -104,10 +109,18 @@ def _tidy_up() -> None:
 
 def _children() -> list[int]:
     """Return the child processes of this one; without /proc, only its workers."""
-    tasks, found = Path("/proc/self/task"), []
-    if not tasks.is_dir() and "multiprocessing" in sys.modules:
+    tasks = Path("/proc/self/task")
+    if tasks.is_dir():
+        return _children_of(tasks)
+    if "multiprocessing" in sys.modules:
         workers = sys.modules["multiprocessing"].active_children()
         return [worker.pid for worker in workers]
+    return []
+
+
+def _children_of(tasks: Path) -> list[int]:
+    # Each thread lists the processes that it has started.
+    found = []
     for path in tasks.glob("*/children"):
         with suppress(OSError):  # of a thread that has ended
             found += map(int, path.read_text().split())
@@ -130,6 +143,7 @@ def _say(text: str) -> None:
 
 def _open_streams() -> None:
     """Let all text be printed: discarded if a stream is closed, escaped if it cannot be encoded."""
+    # Closed, they are None in Python, and the first print would fail.
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115, it stays open

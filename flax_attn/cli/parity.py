@@ -109,6 +109,7 @@ def _parity(options: argparse.Namespace) -> int:
     _show(reports, in_full=bool(options.target or options.check), full=options.full)
     for line in unwritten:
         print(f"flax-attn: {line}", file=sys.stderr)
+    # That nothing was compared is no proof.
     judged = _judged(reports)
     if not judged or not all(report.passed for report in judged):
         return 1
@@ -121,6 +122,7 @@ def whole_export(options: argparse.Namespace) -> Iterator[None]:
     if not options.export:
         yield
         return
+    # Beside its place, so that it is moved there and not copied.
     folder = Path(options.export).absolute()
     folder.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -145,6 +147,7 @@ def need_torch() -> None:
             'parity needs PyTorch: pip install "flax-attn[torch]", or compare with an export:'
             " --against DIR"
         ) from None
+    # The processes that compare share the cores, and would wait for one another's threads.
     torch.set_num_threads(1)
 
 
@@ -166,19 +169,21 @@ def _check_report(path: str) -> None:
 def _variants(options: argparse.Namespace) -> list[Report]:
     """Return the reports of the variants that were asked for."""
     from flax_attn.aot.simulated import simulated
-    from flax_attn.plan.job import mesh_of
+    from flax_attn.plan.job import parse_mesh
     from flax_attn.proof.run import Run
 
     try:
-        mesh = None if options.mesh is None else mesh_of(options.mesh)
+        mesh = None if options.mesh is None else parse_mesh(options.mesh)
         files = options.export, options.against
         run = Run(options.seed, targets.checks(options), options.full, *files, mesh)
         variants = run.select(options.variant)
         simulated(math.prod((mesh or {}).values()))
     except ValueError as error:
         raise common.UsageError(str(error)) from None
-    variants = _recorded(variants, options) if options.against else variants
-    device, workers = common.device(options.device), min(os.cpu_count() or 1, _WORKERS)
+    if options.against:
+        variants = _recorded(variants, options)
+    device = common.device(options.device)
+    workers = min(os.cpu_count() or 1, _WORKERS)
     # A page draws from the modules, and a difference is located in them: both need them in this
     # process.
     alone = run.checks or device or workers == 1 or len(variants) <= workers
@@ -201,6 +206,7 @@ def _recorded(variants: list[Variant], options: argparse.Namespace) -> list[Vari
     """Return the variants that an export holds; raise if one requested by name is missing."""
     from flax_attn.parity.adapters import recording
 
+    # Asked for by name, one that is missing is an error.
     recordings = recording.load(
         options.against, [v.name for v in variants] if options.variant else None
     )
@@ -215,6 +221,7 @@ def _recorded(variants: list[Variant], options: argparse.Namespace) -> list[Vari
 def _write(reports: list[Report], options: argparse.Namespace) -> list[str]:
     """Write the requested files, and return a line for each that cannot be written."""
     unwritten = []
+    # What one format cannot do must not cost the others: an hour may have gone into the reports.
     for path in options.report:
         try:
             _WRITERS[Path(path).suffix](reports, path)
@@ -263,6 +270,7 @@ def _show(reports: list[Report], in_full: bool, full: bool) -> None:
         console.print(line, style="dim", highlight=False)
     for line in tables.failures(reports):
         console.print(line, style="bold red", highlight=False, soft_wrap=True)
+    # A variant that a mesh cannot split is neither equal nor different.
     judged = _judged(reports)
     good = sum(report.passed for report in judged)
     console.print(

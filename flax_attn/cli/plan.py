@@ -23,7 +23,7 @@ def add(commands: Any) -> None:
         description=(
             "Compile ahead of time for chips that are not at hand, and print what one of them would"
             " hold, compute and send, whether it fits, and what would. No weights are read. TPUs"
-            " need libtpu (make plan), GPUs what make gpu installs."
+            " need libtpu (flax-attn[tpu]), GPUs flax-attn[aot-gpu] and a C compiler."
         ),
     )
     plan.add_argument(
@@ -102,6 +102,7 @@ def add(commands: Any) -> None:
 def _plan(options: argparse.Namespace) -> int:
     from flax_attn.plan.plan import plan
 
+    # Programs for a pod take minutes to compile.
     common.check_writable(options.json)
     try:
         found = plan(_job(options))
@@ -115,24 +116,37 @@ def _plan(options: argparse.Namespace) -> int:
 
 
 def _job(options: argparse.Namespace) -> Job:
-    from flax_attn.plan.job import Job, first_layers, mesh_of, model_of, rules_of
+    from flax_attn.plan.job import Job, find_model, first_layers, parse_mesh, parse_rules
     from flax_attn.plan.topology import topology
 
     where = topology(options.topology)
+    # A part of the memory may be somebody else's, or not be published.
     if options.memory:
         where = replace(where, chip=replace(where.chip, memory=round(options.memory * 2**30)))
-    sizes = {"batch": options.batch, "tokens": options.tokens, "dtype": options.dtype}
-    asked = {"train": options.train, "remat": options.remat, "backend": options.backend}
-    asked["rules"] = rules_of(options.rule)
-    name, model, config = model_of(options.model)
-    name += f", {options.layers} layers" if options.layers else ""
-    config = first_layers(config, options.layers)
-    return Job(name, model, config, where, mesh_of(options.mesh), **sizes, **asked)
+    name, model, config = find_model(options.model)
+    # A table names the layers, so that nobody takes it for one of the whole model.
+    if options.layers:
+        name += f", {options.layers} layers"
+    return Job(
+        name,
+        model,
+        first_layers(config, options.layers),
+        where,
+        parse_mesh(options.mesh),
+        options.batch,
+        options.tokens,
+        train=options.train,
+        remat=options.remat,
+        dtype=options.dtype,
+        backend=options.backend,
+        rules=parse_rules(options.rule),
+    )
 
 
 def _print(plan: Plan, markdown: bool) -> None:
     from flax_attn.plan import report
 
+    # With its heading, so that one line is a table; `make plan` keeps the first heading alone.
     if markdown:
         print("\n".join([*report.heading(), report.line(plan)]))
         return

@@ -47,6 +47,7 @@ def _show(options: argparse.Namespace) -> int:
         raise common.UsageError(
             "say what to show: --out FILE for the attention maps, --shapes for the shapes, or both"
         )
+    # The pictures are drawn last, and a mistake in the name is told first.
     common.check_writable(options.out)
     if options.out and not Path(options.out).suffix:
         raise common.UsageError(
@@ -80,6 +81,8 @@ def _example(options: argparse.Namespace) -> tuple[Any, list[str], Any]:
         causal=not options.no_causal,
         rngs=nnx.Rngs(options.seed),
     )
+    # A word that comes twice has one vector, as in a model; three times the usual deviation makes
+    # the maps of random weights less even.
     vocabulary = sorted(set(tokens))
     table = 3 * jax.random.normal(jax.random.key(options.seed), (len(vocabulary), options.width))
     return layer, tokens, table[jax.numpy.array([vocabulary.index(token) for token in tokens])]
@@ -92,6 +95,7 @@ def _print_steps(layer: Any, tokens: list[str], embeddings: Any) -> None:
     rows = Table(
         "step", "axes", "shape", "meaning", title=f"{type(layer).__name__} on {len(tokens)} tokens"
     )
+    # A batch of one: the axes are named as in any call.
     rows.add_row("input", "b t d", str((1, *embeddings.shape)), "one vector per token")
     for step in steps(layer, embeddings[None]):
         rows.add_row(step.name, step.axes, str(step.shape), step.meaning)

@@ -27,6 +27,7 @@ class Startup:
 
         self.load, self.compile, self.tokens = 0.0, 0.0, []
         self._start = _process_start()
+        # Cannot be taken back: so there is one of these in a process.
         jax.monitoring.register_event_duration_secs_listener(self._add)
 
     def add_token(self) -> None:
@@ -38,9 +39,11 @@ class Startup:
         rows = [("load", f"{self.load:.2f} s"), ("compile", f"{self.compile:.2f} s")]
         if self.tokens:
             rows.append(("first token", f"{self.tokens[0]:.2f} s after the start"))
-        if len(self.tokens) > 2:
-            rate = (len(self.tokens) - 2) / (self.tokens[-1] - self.tokens[1])
-            rows.append(("rate", f"{rate:.1f} tokens/s"))
+        # The second token may wait for a program to be compiled, as the first does.
+        count = len(self.tokens) - 2
+        if count > 0:
+            seconds = self.tokens[-1] - self.tokens[1]
+            rows.append(("rate", f"{count / seconds:.1f} tokens/s"))
         return rows
 
     def _add(self, event: str, duration_secs: float, **_: object) -> None:
@@ -53,6 +56,7 @@ def _process_start() -> float:
     Where the system does not tell it, it is the time at which this module was imported.
     """
     try:
+        # The 22nd field is the start in ticks since boot; the name before it may hold spaces.
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
         age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     except (OSError, AttributeError):  # not Linux

@@ -71,6 +71,7 @@ def compare(options: argparse.Namespace) -> list[Report]:
     from flax_attn.parity import CHECKS
     from flax_attn.parity.cpu import on_cpu
 
+    # An export stands for the PyTorch side, which then need not be installed.
     frameworks = ("flax",) if options.against else ("flax", "torch")
     if len(options.target) != len(frameworks):
         wanted = " ".join(f"pkg.mod:{framework}_factory" for framework in frameworks)
@@ -108,6 +109,7 @@ def _compared(options: argparse.Namespace, watch: Callable[[str], None]) -> Repo
         record=bool(options.export),
         device=common.device(options.device),
     )
+    # A report ends with the command that makes it again.
     command = shlex.join(["flax-attn", *options.arguments])
     report = report_on(pair, name, requested, command=command, watch=watch)
     if options.export:
@@ -142,6 +144,7 @@ def _built(options: argparse.Namespace) -> tuple[Any, list[Any]]:
 def _recorded(options: argparse.Namespace, name: str) -> tuple[Any, Any]:
     from flax_attn.parity.adapters import recording
 
+    # Where it holds one alone, the name may be another one than it was exported with.
     found = recording.load(options.against)
     if len(found) > 1:
         found = recording.load(options.against, [name])
@@ -150,10 +153,14 @@ def _recorded(options: argparse.Namespace, name: str) -> tuple[Any, Any]:
 
 
 def _input(text: str, random: np.random.Generator) -> Any:
-    below, _, shape = text.removeprefix("int:").rpartition(":")
+    kind, _, shape = text.rpartition(":")
     try:
         sizes = tuple(common.count(size) for size in shape.split(","))
-        return random.integers(0, common.count(below), sizes) if text.startswith("int:") else sizes
+        if not kind:
+            return sizes  # drawn from the normal distribution, by the comparison
+        if not kind.startswith("int:"):
+            raise ValueError(kind)
+        return random.integers(0, common.count(kind.removeprefix("int:")), sizes)
     except (ValueError, argparse.ArgumentTypeError):
         raise common.UsageError(
             f"an input is a shape such as 3,5,6, or int:50:3,5; got {text}"

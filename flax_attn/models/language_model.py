@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import prod
 from typing import Any, Generic, Protocol, TypedDict, TypeVar, Unpack, runtime_checkable
 
 import jax.numpy as jnp
@@ -25,6 +26,7 @@ from flax_attn.modules.embedding import Embedding
 from flax_attn.modules.initialisation import drawn_once
 from flax_attn.modules.linear import Linear
 from flax_attn.modules.norm import LayerNorm, RMSNorm
+from flax_attn.modules.work import Work, work_of_parts
 from flax_attn.sharding.axes import RESIDUAL, TOKENS, constrain
 from flax_attn.sharding.zigzag_inputs import arranged_positions, without_arranged_padding
 
@@ -254,6 +256,13 @@ class LanguageModel(Pretrained, Generic[C]):
             ((4, 1, 11), [6, 6, 6, 6])
         """
         return self.trf_blocks.init_cache(b, capacity, dtype)
+
+    def work(self, t: int, s: int) -> Work:
+        """Return the operations of a call of `t` tokens behind a cache, `s` tokens in all."""
+        found = work_of_parts(self, t, s)
+        if self.out_head is None:  # the table is the head
+            found += Work(2 * t * prod(self.tok_emb.embedding.shape))
+        return found
 
 
 def initialise(model: LanguageModel, rngs: nnx.Rngs) -> None:

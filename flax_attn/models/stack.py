@@ -32,6 +32,7 @@ from flax_attn.models.layer_pattern import (
     take_numbers,
 )
 from flax_attn.modules.cross_block import CrossBlock
+from flax_attn.modules.work import Work, work
 from flax_attn.sharding.parameters import unname_first_axis
 
 
@@ -225,6 +226,15 @@ class Stack(nnx.Module):
         for (_, after), arrays in zip(kept, stored, strict=True):
             found.append(after.replace(**arrays, length=_of_first_layer(after.length)))
         return x, found
+
+    def work(self, t: int, s: int) -> Work:
+        """Return the operations of all layers for `t` queries and `s` keys."""
+        found = Work()
+        for block, layers in zip(self.blocks, self.stacked_layers, strict=True):
+            one = work(block, t, s)
+            # The kernels are those of all layers already, the heads those of one.
+            found += Work(one.parameters, len(layers) * one.attention)
+        return found
 
 
 @jax.jit

@@ -12,6 +12,7 @@ from flax_attn.functional.masks import Mask
 from flax_attn.functional.outputs import Outputs
 from flax_attn.functional.positions import RoPE, as_positions
 from flax_attn.functional.shapes import ArrayLike
+from flax_attn.modules.work import Work
 
 Bias = Float[Array, "..."] | Callable[[Array, Array], Array]
 
@@ -104,6 +105,17 @@ class Attention(nnx.Module):
         With `b` None it holds one sequence, without a batch axis.
         """
         raise NotImplementedError
+
+    def work(self, t: int, s: int) -> Work:
+        """Return the operations of a call of `t` queries and `s` keys, its projections included.
+
+        Raises:
+            ValueError: unless a subclass says it.
+        """
+        raise ValueError(
+            f"a plan asks each attention for its operations; {type(self).__name__} does not say"
+            " them. Define work(t, s), which returns a Work"
+        )
 
 
 def run_layer(

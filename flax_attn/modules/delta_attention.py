@@ -23,6 +23,7 @@ from flax_attn.modules.calls import Attention
 from flax_attn.modules.linear import Linear
 from flax_attn.modules.norm import RMSNorm
 from flax_attn.modules.short_convolution import ShortConvolution
+from flax_attn.modules.work import Work, products
 from flax_attn.sharding.axes import constrain
 from flax_attn.sharding.heads import by_rows_and_heads
 
@@ -228,6 +229,12 @@ class DeltaAttention(Attention):
             context = jnp.where(cache.invalid[:, None, None, None], jnp.nan, context)
         context = constrain(context, "batch", "tokens", "heads", None)
         return self.out_proj(rearrange(context, "b t n v -> b t (n v)")), cache
+
+    def work(self, t: int, s: int) -> Work:
+        """Return the operations of a call of `t` queries, whatever `s`; projections included."""
+        # A token reads the state for what it knows of its key, adds the rest, and reads it again.
+        state = self.num_heads * self.head_dim * self.value_dim
+        return products(self, t) + Work(attention=3 * 2 * t * state)
 
     def _gated(self, heads: Array, x: Array) -> Array:
         return self.norm(heads) * self.gate(x)

@@ -148,6 +148,9 @@ class DifferentialAttention(MultiHeadAttention):
     def _start(self, dtype: Dtype) -> Array:
         return jnp.asarray(self.lambda_init, dtype)  # a number, or an array in a scan over layers
 
+    def _widths(self, t: int, s: int) -> int:
+        return 3 * self.head_dim  # a value is that of two heads
+
 
 def differential_lambda(layer: int) -> float:
     """Return `lambda_init` of a layer, counted from 0: `0.8 - 0.6 exp(-0.3 layer)`.

@@ -22,6 +22,7 @@ from flax_attn.modules.calls import Attention, Bias
 from flax_attn.modules.dropout import Dropout
 from flax_attn.modules.heads import gate_heads
 from flax_attn.modules.linear import Linear
+from flax_attn.modules.work import Work, count_pairs, products
 from flax_attn.sharding.axes import constrain
 from flax_attn.sharding.zigzag_inputs import arranged
 
@@ -147,6 +148,15 @@ class HeadAttention(Attention):
         return _divided(
             KVCache.zeros(b, capacity, *sizes, value_dim=value_dim, window=self.window, **numerics)
         )
+
+    def work(self, t: int, s: int) -> Work:
+        """Return the operations of a call of `t` queries and `s` keys, its projections included."""
+        pairs = count_pairs(t, s, self.window) if self.causal else t * s
+        return products(self, t) + Work(attention=2 * pairs * self.num_heads * self._widths(t, s))
+
+    def _widths(self, t: int, s: int) -> int:
+        """Return the width of a key and of a value together, as a head multiplies them."""
+        return 2 * self.head_dim
 
 
 def _divided(cache: KVCache) -> KVCache:

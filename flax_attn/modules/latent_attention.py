@@ -25,6 +25,7 @@ from flax_attn.modules.head_attention import HeadAttention
 from flax_attn.modules.heads import Norm
 from flax_attn.modules.initialisation import filled
 from flax_attn.modules.linear import Linear
+from flax_attn.modules.work import Work, products
 from flax_attn.sharding.axes import constrain
 from flax_attn.sharding.parameters import named
 
@@ -238,8 +239,7 @@ class MultiHeadLatentAttention(HeadAttention):
         self, q: Array, k: Array, v: Array, *others: Any, **options: Any
     ) -> tuple[Array, Array | None]:
         # With a cache, the plain form would compute keys for all tokens that it can hold.
-        alone = q.shape[-3] == k.shape[-3]
-        if self.form == "plain" or (self.form == "auto" and alone):
+        if not self._absorbs(q.shape[-3], k.shape[-3]):
             return super()._attend(q, *self._keys_and_values(k), *others, **options)
         latent = k[..., : self.kv_lora_rank]
         context, weights = super()._attend(self._absorption.query(q), k, latent, *others, **options)
@@ -278,3 +278,20 @@ class MultiHeadLatentAttention(HeadAttention):
         rotated = jnp.broadcast_to(rotated, (*k.shape[:-1], self.qk_rope_head_dim))
         rotated = constrain(rotated, "batch", "tokens", "heads", None)
         return jnp.concatenate([k, rotated], axis=-1), v
+
+    def work(self, t: int, s: int) -> Work:
+        """Return the operations of a call of `t` queries and `s` keys, its projections included."""
+        found = super().work(t, s)
+        if not self._absorbs(t, s):
+            # Keys and values are computed for all that is cached, not for the queries alone.
+            found += products(self.W_key_value, s - t)
+        return found
+
+    def _absorbs(self, t: int, s: int) -> bool:
+        """Return whether heads attend to the latents themselves."""
+        return self.form == "absorbed" or (self.form == "auto" and t != s)
+
+    def _widths(self, t: int, s: int) -> int:
+        if self._absorbs(t, s):
+            return 2 * self.kv_lora_rank + self.qk_rope_head_dim
+        return self.head_dim + self.out_proj.kernel.shape[-2] // self.num_heads

@@ -13,6 +13,7 @@ from attn_spec.mixture_checks import check_experts
 from flax_attn.functional.dtypes import accumulation_dtype
 from flax_attn.modules.experts import Experts
 from flax_attn.modules.router import Router
+from flax_attn.modules.work import Work, products, work_of_parts
 
 
 class MixtureOfExperts(nnx.Module):
@@ -81,3 +82,9 @@ class MixtureOfExperts(nnx.Module):
                 * shared
             )
         return y + shared
+
+    def work(self, t: int, s: int) -> Work:
+        """Return the operations of `t` tokens, each with the experts that it is given to."""
+        idle = self.router.num_experts - self.router.top_k
+        unused = products(self.experts, t).parameters * idle // self.router.num_experts
+        return work_of_parts(self, t, s) + Work(-unused)

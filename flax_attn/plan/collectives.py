@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from math import prod
 
 import numpy as np
 
-from flax_attn.plan.hlo import Hlo, Run, Shape
+from flax_attn.plan.hlo import ExecutedInstruction, Hlo
 
 KINDS = (
     "all-reduce",
@@ -38,6 +37,12 @@ class Collective:
     count: int
     bytes: int
 
+    def joined(self, other: Collective | None) -> Collective:
+        """Return both together, which are of one kind over the same axes."""
+        if other is None:
+            return self
+        return replace(self, count=self.count + other.count, bytes=self.bytes + other.bytes)
+
 
 def collectives(program: Hlo, mesh: Mapping[str, int]) -> list[Collective]:
     r"""Return the collectives of a program by kind and axes, those that send most first.
@@ -52,44 +57,62 @@ def collectives(program: Hlo, mesh: Mapping[str, int]) -> list[Collective]:
         >>> collectives(program, {"data": 2, "tensor": 2})
         [Collective(kind='all-reduce', axes=('tensor',), count=1, bytes=12)]
     """
-    found: dict[tuple[str, tuple[str, ...]], list[int]] = defaultdict(lambda: [0, 0])
-    for run in _once(run for run in program.runs() if _kind(run) in KINDS):
-        group = _group(run.instruction.attributes, _kind(run), prod(mesh.values()))
-        total = found[_kind(run), _axes(group, mesh)]
-        total[0] += run.times
-        total[1] += run.times * _sent(
-            _kind(run), len(group), sum(shape.bytes for shape in _operands(run))
-        )
-    rows = [Collective(kind, axes, *total) for (kind, axes), total in found.items() if axes]
-    return sorted(rows, key=lambda row: -row.bytes)
+    rows: dict[tuple[str, tuple[str, ...]], Collective] = {}
+    for run in _once(program):
+        one = _collective(run, mesh)
+        before = rows.get((one.kind, one.axes))
+        rows[one.kind, one.axes] = one.joined(before)
+    return sorted(filter(_is_sent, rows.values()), key=lambda row: -row.bytes)
 
 
-def _kind(run: Run) -> str:
+def _is_sent(row: Collective) -> bool:
+    return bool(row.axes)  # without an axis a device exchanges with itself alone
+
+
+def _collective(run: ExecutedInstruction, mesh: Mapping[str, int]) -> Collective:
+    """Return what one instruction sends, as often as it runs."""
+    kind = _kind(run)
+    group = _group(run.instruction.attributes, kind, prod(mesh.values()))
+    sent = _sent(kind, len(group), _operand_bytes(run))
+    return Collective(kind, _axes(group, mesh), run.times, run.times * sent)
+
+
+def _kind(run: ExecutedInstruction) -> str:
     return run.instruction.opcode.removesuffix("-start")
 
 
-def _once(runs: Iterable[Run]) -> Iterator[Run]:
+def _once(program: Hlo) -> Iterator[ExecutedInstruction]:
     """Yield each collective once.
 
     One that goes on during products is written again in each fusion that it spans.
     """
-    spread: dict[str, Run] = {}
-    for run in runs:
-        channel = re.search(r"channel_id=(\d+)", run.instruction.attributes)
-        if not run.fused or channel is None:
+    spread: dict[str, ExecutedInstruction] = {}
+    for run in program.runs():
+        if _kind(run) not in KINDS:
+            continue
+        channel = _channel(run)
+        if channel is None:
             yield run
-        elif channel[1] not in spread or run.times < spread[channel[1]].times:
-            spread[channel[1]] = run
+        # Of fusions in loops the one that runs least often is where it is sent.
+        elif channel not in spread or run.times < spread[channel].times:
+            spread[channel] = run
     yield from spread.values()
 
 
-def _operands(run: Run) -> Iterator[Shape]:
-    for name in run.instruction.operands:
-        yield from run.computation[name].shapes
+def _channel(run: ExecutedInstruction) -> str | None:
+    """Return the number of a collective inside a fusion, by which its copies are known."""
+    found = re.search(r"channel_id=(\d+)", run.instruction.attributes) if run.fused else None
+    return None if found is None else found[1]
+
+
+def _operand_bytes(run: ExecutedInstruction) -> int:
+    operands = [run.computation[name] for name in run.instruction.operands]
+    return sum(shape.bytes for operand in operands for shape in operand.shapes)
 
 
 def _sent(kind: str, size: int, operand: int) -> int:
     """Return the bytes that one of `size` devices sends, each with an operand of so many bytes."""
+    # Around a ring a part goes to each other device; a sum is reduced first, and then gathered.
     if kind == "collective-permute":
         return operand
     if kind == "all-gather":
@@ -100,50 +123,61 @@ def _sent(kind: str, size: int, operand: int) -> int:
 def _axes(group: np.ndarray, mesh: Mapping[str, int]) -> tuple[str, ...]:
     """Return the axes of the mesh along which the devices of a group differ."""
     places = np.unravel_index(group, tuple(mesh.values()))
-    return tuple(
-        axis for axis, place in zip(mesh, places, strict=True) if len(set(place.tolist())) > 1
-    )
+    pairs = zip(mesh, places, strict=True)
+    return tuple(axis for axis, place in pairs if len(set(place.tolist())) > 1)
+
+
+# XLA writes groups as pairs, as an iota, by axes of a mesh, or in full.
+_PAIRS = re.compile(r"source_target_pairs=\{\{([\d,]+)\}")
+_IOTA = re.compile(r"replica_groups=\[\d+,(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:, ?device_ids=\S+)? ?\{([^}]*)\}")
+_FULL = re.compile(r"replica_groups=\{\{([\d,]+)\}")
 
 
 def _group(attributes: str, kind: str, count: int) -> np.ndarray:
-    """Return the devices that exchange with the first, itself included.
-
-    XLA writes groups in one of four ways.
-    """
-    if kind == "collective-permute":
-        return _numbers(re.search(r"source_target_pairs=\{\{([\d,]+)\}", attributes), count)
-    if found := re.search(
-        r"replica_groups=\[\d+,(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes
-    ):
-        sizes, order = (
-            [int(x) for x in text.split(",")] if text else None for text in found.groups()[1:]
-        )
-        return (
-            np.arange(prod(sizes or []))
-            .reshape(sizes)
-            .transpose(order)
-            .reshape(-1, int(found[1]))[0]
-        )
-    if found := re.search(
-        r"replica_groups=mesh\[([^\]]*)\](?:, ?device_ids=\S+)? ?\{([^}]*)\}", attributes
-    ):
-        return _of_mesh(dict(re.findall(r"'([^']+)'=(\d+)", found[1])), found[2])
-    return _numbers(re.search(r"replica_groups=\{\{([\d,]+)\}", attributes), count)
+    """Return the devices that exchange with the first, itself included."""
+    if found := _IOTA.search(attributes):
+        return _of_iota(found)
+    if found := _MESH.search(attributes):
+        return _of_mesh(found)
+    pattern = _PAIRS if kind == "collective-permute" else _FULL
+    return _listed(pattern.search(attributes), count)
 
 
-def _numbers(found: re.Match[str] | None, count: int) -> np.ndarray:
-    return np.array([int(x) for x in found[1].split(",")]) if found else np.arange(count)
+def _listed(found: re.Match[str] | None, count: int) -> np.ndarray:
+    # Without a group all devices are one.
+    return np.arange(count) if found is None else np.array(_integers(found[1]))
 
 
-def _of_mesh(sizes: Mapping[str, str], wanted: str) -> np.ndarray:
+def _integers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
+
+
+def _of_iota(found: re.Match[str]) -> np.ndarray:
+    """Return the first group of a transposed iota, `[groups,size]<=[sizes]T(order)`."""
+    sizes = _integers(found[2])
+    order = _integers(found[3]) if found[3] else None
+    devices = np.arange(prod(sizes)).reshape(sizes).transpose(order)
+    return devices.reshape(-1, int(found[1]))[0]
+
+
+def _of_mesh(found: re.Match[str]) -> np.ndarray:
     """Return the group of the first device along axes of a mesh.
 
     `'a':(2)4` is the part of `a` of size 4 inside 2.
     """
-    strides = {name: prod(map(int, list(sizes.values())[i + 1 :])) for i, name in enumerate(sizes)}
+    axes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", found[1])}
     group = np.zeros(1, int)
-    for name, outer, size in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", wanted):
-        whole, part = int(sizes[name]), int(size or sizes[name])
-        stride = strides[name] * whole // (int(outer or 1) * part)
-        group = (group[:, None] + stride * np.arange(part)).ravel()
+    for name, outer, part in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", found[2]):
+        steps = _steps(axes, name, int(outer or 1), int(part or axes[name]))
+        group = (group[:, None] + steps).ravel()
     return group
+
+
+def _steps(axes: Mapping[str, int], name: str, outer: int, count: int) -> np.ndarray:
+    """Return how far the devices along a part of an axis are from the first."""
+    names = list(axes)
+    inner = names[names.index(name) + 1 :]  # the last axes change first in the order of devices
+    stride = prod(axes[other] for other in inner)
+    # The parts of an axis are ordered as the axes are: the outer ones are farther apart.
+    return stride * axes[name] // (outer * count) * np.arange(count)

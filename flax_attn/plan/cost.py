@@ -3,37 +3,33 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 
 import numpy as np
 
 from flax_attn.plan.collectives import KINDS
-from flax_attn.plan.hlo import CALLS, Computation, Hlo, Instruction, Run, Shape
+from flax_attn.plan.hlo import CALLS, Computation, ExecutedInstruction, Hlo, Instruction, Shape
 
 # These move nothing, or what they call does. The data of an asynchronous pair is counted where it
 # starts.
 _FREE = (
-    *(
-        "parameter",
-        "constant",
-        "tuple",
-        "get-tuple-element",
-        "bitcast",
-        "while",
-        "conditional",
-        *CALLS,
-        "after-all",
-    ),
-    *(
-        "partition-id",
-        "replica-id",
-        "iota",
-        "optimization-barrier",
-        "async-start",
-        "opt-barrier",
-        "domain",
-    ),
+    *CALLS,
+    "parameter",
+    "constant",
+    "tuple",
+    "get-tuple-element",
+    "bitcast",
+    "while",
+    "conditional",
+    "after-all",
+    "partition-id",
+    "replica-id",
+    "iota",
+    "optimization-barrier",
+    "async-start",
+    "opt-barrier",
+    "domain",
 )
 _PARTS = ("dynamic-slice", "slice", "gather")  # read as much as they return
 
@@ -53,13 +49,13 @@ def flops(program: Hlo) -> int:
     return sum(run.times * _products(run.instruction, run.computation) for run in program.runs())
 
 
+_KERNEL = re.compile(r'custom_call_target="(tpu_custom_call|__cudnn|mosaic_gpu|triton)')
+
+
 def has_kernels(program: Hlo) -> bool:
     """Return whether a program runs attention kernels that XLA did not write, and cannot count."""
     calls = (run.instruction for run in program.runs() if run.instruction.opcode == "custom-call")
-    return any(
-        re.search(r'custom_call_target="(tpu_custom_call|__cudnn|mosaic_gpu|triton)', x.attributes)
-        for x in calls
-    )
+    return any(_KERNEL.search(call.attributes) for call in calls)
 
 
 def moved(program: Hlo) -> int:
@@ -68,28 +64,26 @@ def moved(program: Hlo) -> int:
     Of an array of which only a part is read or written in place, it is that part; what the compiler
     keeps in smaller memories is left out.
     """
-    return sum(
-        run.times * _moved(run, program)
-        for run in program.runs()
-        if not run.fused and not _is_free(run.instruction)
-    )
+    # What is inside a fusion stays in registers: only the fusion itself reads and writes.
+    found = 0
+    for run in program.runs():
+        if not run.fused and not _is_free(run.instruction):
+            found += run.times * _moved(run, program)
+    return found
 
 
 def _is_free(instruction: Instruction) -> bool:
-    reserves = (
-        "AllocateBuffer" in instruction.attributes or "ConcatBitcast" in instruction.attributes
-    )
-    return instruction.opcode in _FREE or instruction.opcode.endswith("-done") or reserves
+    if instruction.opcode in _FREE or instruction.opcode.endswith("-done"):
+        return True
+    # These reserve memory, or name several pieces of it as one array.
+    return any(name in instruction.attributes for name in ("AllocateBuffer", "ConcatBitcast"))
 
 
 def _products(instruction: Instruction, computation: Computation) -> int:
     if instruction.opcode == "convolution":
         return _convolution(instruction, computation)
-    if instruction.opcode == "dot" or (
-        instruction.opcode == "custom-call" and "__cublas" in instruction.attributes
-    ):
-        return _dot(instruction, computation)
-    return 0
+    cublas = instruction.opcode == "custom-call" and "__cublas" in instruction.attributes
+    return _dot(instruction, computation) if instruction.opcode == "dot" or cublas else 0
 
 
 def _dot(dot: Instruction, computation: Computation) -> int:
@@ -107,32 +101,42 @@ def _convolution(convolution: Instruction, computation: Computation) -> int:
 
     XLA for TPU writes products as convolutions, whose windows mostly lie on padding.
     """
-    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", convolution.attributes)
-    assert labels is not None, "XLA names the axes of a convolution"
-    shapes = [computation[name].shapes[0].sizes for name in convolution.operands[:2]] + [
-        convolution.shapes[0].sizes
-    ]
-    left, right, result = (
-        dict(zip(x, sizes, strict=True)) for x, sizes in zip(labels.groups(), shapes, strict=True)
-    )
+    left, right, result = _labelled_sizes(convolution, computation)
+    # Axes with a number are those that the window moves along, in the order of its attributes.
     axes = sorted(label for label in left if label.isdigit())
-    window = [_window(convolution.attributes, i) for i in range(len(axes))]
-    pairs = (
-        _pairs(left[x], right[x], result[x], **part) for x, part in zip(axes, window, strict=True)
-    )
-    return 2 * result["b"] * result["f"] * right["i"] * prod(pairs)
+    found = 2 * result["b"] * result["f"] * right["i"]
+    for axis, window in zip(axes, _windows(convolution.attributes, len(axes)), strict=True):
+        found *= _pairs(left[axis], right[axis], result[axis], **window)
+    return found
 
 
-def _window(attributes: str, axis: int) -> dict[str, int]:
-    """Return how the window of a convolution moves along one axis."""
+_LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
+
+
+def _labelled_sizes(convolution: Instruction, computation: Computation) -> list[dict[str, int]]:
+    """Return the sizes of the input, the kernel and the result, by the letters of their axes."""
+    labels = _LABELS.search(convolution.attributes)
+    assert labels is not None, "XLA names the axes of a convolution"
+    arrays = [computation[name].shapes[0] for name in convolution.operands[:2]]
+    arrays.append(convolution.shapes[0])
+    pairs = zip(labels.groups(), arrays, strict=True)
+    return [dict(zip(letters, array.sizes, strict=True)) for letters, array in pairs]
+
+
+_WINDOW = {"stride": "stride", "pad": "pad", "lhs_dilate": "left", "rhs_dilate": "right"}
+
+
+def _windows(attributes: str, count: int) -> list[dict[str, int]]:
+    """Return how the window of a convolution moves along each axis."""
     given = re.search(r"window=\{([^}]*)\}", attributes)
-    parts = dict(part.split("=") for part in given[1].split()) if given else {}
-    names = {"stride": "stride", "pad": "pad", "lhs_dilate": "left", "rhs_dilate": "right"}
-    return {
-        ours: int(parts[name].split("x")[axis].split("_")[0])
-        for name, ours in names.items()
-        if name in parts
-    }
+    parts = [part.split("=") for part in given[1].split()] if given else []
+    known = {_WINDOW[name]: values.split("x") for name, values in parts if name in _WINDOW}
+    return [_window(known, axis) for axis in range(count)]
+
+
+def _window(known: Mapping[str, Sequence[str]], axis: int) -> dict[str, int]:
+    # Padding is written as `low_high`; where the window starts says enough.
+    return {name: int(values[axis].partition("_")[0]) for name, values in known.items()}
 
 
 def _pairs(
@@ -147,7 +151,9 @@ def _pairs(
 ) -> int:
     """Return how many pairs of a result and a window element have input, not padding or a gap."""
     place = np.arange(result)[:, None] * stride + np.arange(kernel) * right - pad
-    return int(np.sum((place >= 0) & (place <= (taken - 1) * left) & (place % left == 0)))
+    inside = (place >= 0) & (place <= (taken - 1) * left)
+    # Dilated input has `left - 1` zeros behind each element.
+    return int(np.sum(inside & (place % left == 0)))
 
 
 def _numbers(pattern: str, text: str) -> tuple[int, ...]:
@@ -155,30 +161,39 @@ def _numbers(pattern: str, text: str) -> tuple[int, ...]:
     return tuple(int(x) for x in re.findall(r"\d+", found[1])) if found else ()
 
 
-def _moved(run: Run, program: Hlo) -> int:
+def _moved(run: ExecutedInstruction, program: Hlo) -> int:
     instruction, computation = run.instruction, run.computation
-    if instruction.opcode in (
-        "copy-start",
-        "slice-start",
-    ):  # returns where it writes, where it reads, and a flag
-        first, second, _ = instruction.shapes
-        size = min(first.bytes, second.bytes)
-        return size * ((first.space == 0) + (second.space == 0))
+    if instruction.opcode in ("copy-start", "slice-start"):
+        return _copied(instruction)
+    # A part is read, and written elsewhere; the rest of the array is not touched.
     if instruction.opcode in _PARTS:
         return 2 * _bytes(instruction.shapes)
     if instruction.opcode == "dynamic-update-slice":
         return 2 * _bytes(computation[instruction.operands[1]].shapes)
     operands = [computation[name].shapes for name in instruction.operands]
-    if instruction.opcode != "fusion":
-        return sum(map(_bytes, operands)) + _bytes(instruction.shapes)
-    fused = program.computations[instruction.called[0]]
-    results, passed = _passed(instruction, fused)
-    read = sum(
-        _read(shapes, i, fused, program) for i, shapes in enumerate(operands) if i not in passed
-    )
-    return read + sum(
-        size for i, size in enumerate(_written(instruction.shapes, fused)) if i not in results
-    )
+    if instruction.opcode == "fusion":
+        return _moved_by_fusion(instruction, operands, program)
+    return sum(map(_bytes, operands)) + _bytes(instruction.shapes)
+
+
+def _copied(copy: Instruction) -> int:
+    # It returns where it writes, where it reads, and a flag.
+    first, second, _ = copy.shapes
+    return min(first.bytes, second.bytes) * ((first.space == 0) + (second.space == 0))
+
+
+def _moved_by_fusion(fusion: Instruction, operands: Sequence[Sequence[Shape]], program: Hlo) -> int:
+    fused = program.computations[fusion.called[0]]
+    # A fusion that spans a collective has its buffers among its operands and results.
+    results, passed = _passed(fusion, fused)
+    found = 0
+    for i, shapes in enumerate(operands):
+        if i not in passed:
+            found += _read(shapes, i, fused, program)
+    for i, size in enumerate(_written(fusion.shapes, fused)):
+        if i not in results:
+            found += size
+    return found
 
 
 def _passed(fusion: Instruction, fused: Computation) -> tuple[set[int], set[int]]:
@@ -191,15 +206,17 @@ def _passed(fusion: Instruction, fused: Computation) -> tuple[set[int], set[int]
 
 def _read(shapes: Sequence[Shape], index: int, fused: Computation, program: Hlo) -> int:
     """Return the bytes that a fusion reads of an operand."""
-    parameter = next(
-        (x for x in fused.values() if x.opcode == "parameter" and x.literal == str(index)), None
-    )
-    if parameter is None or not _bytes(shapes):
-        return _bytes(shapes)
-    users = [x for x in fused.values() if parameter.name in x.operands]
-    return min(
-        _bytes(shapes), sum(_read_by(user, parameter.name, shapes, program) for user in users)
-    )
+    name = _input_name(fused, index)
+    whole = _bytes(shapes)
+    if name is None or not whole:
+        return whole
+    users = [x for x in fused.values() if name in x.operands]
+    return min(whole, sum(_read_by(user, name, shapes, program) for user in users))
+
+
+def _input_name(fused: Computation, index: int) -> str | None:
+    found = (x for x in fused.values() if x.opcode == "parameter" and x.literal == str(index))
+    return next((x.name for x in found), None)
 
 
 def _read_by(user: Instruction, name: str, shapes: Sequence[Shape], program: Hlo) -> int:
@@ -208,30 +225,35 @@ def _read_by(user: Instruction, name: str, shapes: Sequence[Shape], program: Hlo
     XLA for TPU puts fusions into fusions.
     """
     if user.opcode == "fusion":
-        inner = program.computations[user.called[0]]
-        return sum(
-            _read(shapes, i, inner, program)
-            for i, operand in enumerate(user.operands)
-            if operand == name
-        )
+        return _read_by_fusion(user, name, shapes, program)
     if not _takes_part(user, name):
         return _bytes(shapes)
+    # Written in place, an array is not read: what is written counts as a result.
     return _bytes(user.shapes) if user.opcode in _PARTS else 0
+
+
+def _read_by_fusion(user: Instruction, name: str, shapes: Sequence[Shape], program: Hlo) -> int:
+    inner = program.computations[user.called[0]]
+    places = [i for i, operand in enumerate(user.operands) if operand == name]
+    return sum(_read(shapes, i, inner, program) for i in places)
 
 
 def _written(shapes: Sequence[Shape], fused: Computation) -> list[int]:
     """Return the bytes that a fusion writes to each of its results."""
     root = next(x for x in fused.values() if x.root)
-    results = (
-        [fused[name] for name in root.operands] if root.opcode == "tuple" else [root] * len(shapes)
-    )
-    updates = [
-        fused[x.operands[1]].shapes if x.opcode == "dynamic-update-slice" else None for x in results
-    ]
-    return [
-        min(_bytes([shape]), _bytes(update) if update else _bytes([shape]))
-        for shape, update in zip(shapes, updates, strict=False)
-    ]
+    results = [root] * len(shapes)
+    if root.opcode == "tuple":
+        results = [fused[name] for name in root.operands]
+    pairs = zip(shapes, results, strict=False)
+    return [_written_to(shape, result, fused) for shape, result in pairs]
+
+
+def _written_to(shape: Shape, result: Instruction, fused: Computation) -> int:
+    whole = _bytes([shape])
+    if result.opcode != "dynamic-update-slice":
+        return whole
+    update = fused[result.operands[1]].shapes
+    return min(whole, _bytes(update)) if update else whole
 
 
 def _takes_part(user: Instruction, name: str) -> bool:

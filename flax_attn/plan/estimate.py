@@ -17,7 +17,7 @@ _MOST = 2**14  # devices
 
 
 @dataclass(frozen=True)
-class Change:
+class SuggestedChange:
     """A change of a job, and what it would take.
 
     Args:
@@ -32,8 +32,18 @@ class Change:
     peak: int
     fits: bool
 
+    def as_dict(self) -> dict[str, Any]:
+        """Return it as JSON has it."""
+        return {
+            "what": self.what,
+            "mesh": dict(self.job.mesh),
+            "remat": self.job.remat,
+            "peak": self.peak,
+            "fits": self.fits,
+        }
 
-def changes(job: Job, now: Held, phase: Phase, memory: int) -> list[Change]:
+
+def changes(job: Job, now: Held, phase: Phase, memory: int) -> list[SuggestedChange]:
     """Return changes that may make a job fit, up to the first that does.
 
     In this order, each on top of those before: remat, more of the data axis given to fsdp, more of
@@ -46,15 +56,23 @@ def changes(job: Job, now: Held, phase: Phase, memory: int) -> list[Change]:
         phase: program that takes most memory.
         memory: memory of a device, in bytes.
     """
-    found, least, current = [], phase.peak, job
+    found: list[SuggestedChange] = []
+    least = phase.peak
+    current = job
     for what, change in _CHANGES:
-        while (changed := change(current)) is not None and (
-            peak := _peak(job, now, phase, changed)
-        ) < least:
-            found.append(Change(what, changed, peak, peak <= memory))
-            if found[-1].fits:
+        # Of a kind of change as much is taken as helps.
+        changed = change(current)
+        while changed is not None:
+            peak = _peak(job, now, phase, changed)
+            if peak >= least:
+                break
+            fits = peak <= memory
+            found.append(SuggestedChange(what, changed, peak, fits))
+            if fits:
                 return found
-            least, current = peak, changed
+            least = peak
+            current = changed
+            changed = change(current)
     return found
 
 
@@ -67,6 +85,7 @@ def _moved(job: Job, source: str, target: str) -> Job | None:
     size = job.axis(source)
     if size == 1:
         return None
+    # The least prime: as little as possible changes at once.
     factor = next(i for i in range(2, size + 1) if size % i == 0)
     return _with(job, job.topology, {source: size // factor, target: job.axis(target) * factor})
 
@@ -75,11 +94,19 @@ def _grown(job: Job) -> Job | None:
     """Return the job on twice the chips, given to fsdp or else context; None if neither divides."""
     if job.topology.size >= _MOST:
         return None
-    *rest, last = job.topology.shape
-    name = f"{job.topology.name.partition(':')[0]}, {2 * job.topology.size} devices"
-    larger = replace(job.topology, name=name, shape=(*rest, 2 * last))
-    jobs = (_with(job, larger, {axis: 2 * job.axis(axis)}) for axis in ("fsdp", "context"))
-    return next((found for found in jobs if found is not None), None)
+    larger = _twice(job.topology)
+    for axis in ("fsdp", "context"):
+        grown = _with(job, larger, {axis: 2 * job.axis(axis)})
+        if grown is not None:
+            return grown
+    return None
+
+
+def _twice(topology: Topology) -> Topology:
+    *rest, last = topology.shape
+    chip = topology.name.partition(":")[0]
+    name = f"{chip}, {2 * topology.size} devices"
+    return replace(topology, name=name, shape=(*rest, 2 * last))
 
 
 def _with(job: Job, topology: Topology, sizes: dict[str, int]) -> Job | None:
@@ -101,21 +128,27 @@ def _peak(job: Job, now: Held, phase: Phase, changed: Job) -> int:
     """Return the bytes of the changed job: what it holds, and the rest scaled like activations."""
     then = held(changed)
     activations = max(0, phase.peak - now.total - now.gradients)
-    return (
-        then.total + then.gradients + round(activations * _activations(changed) / _activations(job))
-    )
+    ratio = _activations(changed) / _activations(job)
+    return then.total + then.gradients + round(activations * ratio)
 
 
 def _activations(job: Job) -> float:
     """Return how many numbers of activations a device keeps, up to a factor."""
+    layer = _activations_of_layer(job)
+    # Recomputed, a block keeps its input alone.
+    kept = job.config.d_model if job.remat else layer
+    found = layer + job.config.num_layers * kept if job.train else layer
+    split = prod(job.axis(axis) for axis in ("data", "fsdp", "expert", "context"))
+    return job.batch * job.tokens / split * found
+
+
+def _activations_of_layer(job: Job) -> float:
+    """Return how many numbers of a token a layer computes on a device, up to a factor."""
     config = job.config
     head_dim = getattr(config, "head_dim", None) or config.d_model // config.num_heads
-    heads = config.num_heads + 2 * (getattr(config, "num_kv_heads", None) or config.num_heads)
-    hidden = _hidden(config)
-    layer = 4 * config.d_model + (heads * head_dim + 3 * hidden) / job.axis("tensor")
-    kept = config.num_layers * (config.d_model if job.remat else layer) if job.train else 0
-    split = prod(job.axis(axis) for axis in ("data", "fsdp", "expert", "context"))
-    return job.batch * job.tokens / split * (kept + layer)
+    kv_heads = getattr(config, "num_kv_heads", None) or config.num_heads
+    split = (config.num_heads + 2 * kv_heads) * head_dim + 3 * _hidden(config)
+    return 4 * config.d_model + split / job.axis("tensor")
 
 
 def _hidden(config: Any) -> int:

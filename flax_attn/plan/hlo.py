@@ -32,6 +32,7 @@ class Shape:
     @property
     def bytes(self) -> int:
         """How many bytes it takes, without padding."""
+        # A boolean has no number in its name, and takes a byte; int4 takes half of one.
         bits = _BITS.match(self.dtype)
         width = int(bits[1]) if bits else 8 * (self.dtype == "pred")
         return -(-prod(self.sizes) * width // 8)
@@ -62,20 +63,18 @@ class Instruction:
     @property
     def called(self) -> tuple[str, ...]:
         """The computations that it runs, apart from functions of single elements."""
-        found = _CALLED.finditer(self.attributes)
-        texts = (
-            match[1]
-            for match in found
-            if self.opcode in CALLS or not match[0].startswith(_OF_ELEMENTS)
-        )
-        return tuple(name for text in texts for name in _OPERAND.findall(text))
+        names = []
+        for match in _CALLED.finditer(self.attributes):
+            if self.opcode in CALLS or not match[0].startswith(_OF_ELEMENTS):
+                names += _OPERAND.findall(match[1])
+        return tuple(names)
 
 
 Computation = Mapping[str, Instruction]
 
 
 @dataclass(frozen=True)
-class Run:
+class ExecutedInstruction:
     """An instruction that a program runs.
 
     Args:
@@ -103,7 +102,7 @@ class Hlo:
     computations: Mapping[str, Computation]
     entry: str
 
-    def runs(self) -> Iterator[Run]:
+    def runs(self) -> Iterator[ExecutedInstruction]:
         """Yield every instruction that is run, those of a loop as often as is known, or once.
 
         Of branches all are taken to run.
@@ -126,30 +125,22 @@ class Hlo:
         if found := _TRIPS.search(loop.attributes):
             return int(found[1])
         condition, body = (self.computations[name] for name in self._parts(loop))
-        root = _root(condition)
-        if root.opcode != "compare" or "direction=LT" not in root.attributes:
-            return None
-        count, limit = (condition[name] for name in root.operands)
-        place = re.search(r"index=(\d+)", count.attributes)
-        if limit.opcode != "constant" or place is None or _root(body).opcode != "tuple":
-            return None
-        step = _added(body[_root(body).operands[int(place[1])]], body)
-        return -(-int(limit.literal) // step) if step else None
+        limit = _limit(condition)
+        step = None if limit is None else _step(body, limit.place)
+        return -(-limit.value // step) if limit and step else None
 
     def _parts(self, loop: Instruction) -> tuple[str, str]:
         """Return the names of the condition and the body of a loop."""
         names = dict(re.findall(r"(condition|body)=%([\w.\-]+)", loop.attributes))
         return names["condition"], names["body"]
 
-    def _runs(self, name: str, times: int, fused: bool) -> Iterator[Run]:
-        computation = self.computations[name]
-        for instruction in computation.values():
-            yield Run(instruction, computation, times, fused)
-            inner = (
-                times * (self._trips(instruction) or 1) if instruction.opcode == "while" else times
-            )
+    def _runs(self, name: str, times: int, fused: bool) -> Iterator[ExecutedInstruction]:
+        for instruction in self.computations[name].values():
+            yield ExecutedInstruction(instruction, self.computations[name], times, fused)
+            turns = self._trips(instruction) or 1 if instruction.opcode == "while" else 1
+            within = fused or instruction.opcode == "fusion"
             for called in instruction.called:
-                yield from self._runs(called, inner, fused or instruction.opcode == "fusion")
+                yield from self._runs(called, turns * times, within)
 
 
 def read(text: str) -> Hlo:
@@ -162,21 +153,51 @@ def read(text: str) -> Hlo:
         12
     """
     computations: dict[str, dict[str, Instruction]] = {}
-    current, entry = {}, ""
+    name = entry = ""
     for line in text.splitlines():
         header = _HEADER.match(line)
         if header:
-            current = computations[header[2]] = {}
-            entry = header[2] if header[1] else entry
-        elif name := _NAME.match(line):
-            current[name[1]] = _instruction(
-                name[1], line[name.end() :], line.lstrip().startswith("ROOT ")
-            )
+            name = header[2]
+            computations[name] = {}
+            if header[1]:
+                entry = name
+        elif _NAME.match(line):
+            found = _instruction(line)
+            computations[name][found.name] = found
     return Hlo(computations, entry)
 
 
 def _root(computation: Computation) -> Instruction:
     return next(x for x in computation.values() if x.root)
+
+
+@dataclass(frozen=True)
+class _Limit:
+    """The constant below which an element of a loop's state stays, and its place in the state."""
+
+    place: int
+    value: int
+
+
+def _limit(condition: Computation) -> _Limit | None:
+    """Return the limit that the condition of a loop compares with, if it is just that."""
+    comparison = _root(condition)
+    if comparison.opcode != "compare" or "direction=LT" not in comparison.attributes:
+        return None
+    count, limit = (condition[name] for name in comparison.operands)
+    # What is compared is an element of the state, which the condition takes as one tuple.
+    place = re.search(r"index=(\d+)", count.attributes)
+    if place is None or limit.opcode != "constant":
+        return None
+    return _Limit(int(place[1]), int(limit.literal))
+
+
+def _step(body: Computation, place: int) -> int | None:
+    """Return the constant that a loop adds to an element of its state in each turn, if any."""
+    result = _root(body)
+    if result.opcode != "tuple":
+        return None
+    return _added(body[result.operands[place]], body)
 
 
 def _added(value: Instruction, computation: Computation) -> int | None:
@@ -186,30 +207,44 @@ def _added(value: Instruction, computation: Computation) -> int | None:
     operands = [computation[name] for name in value.operands]
     if value.opcode in ("copy", "bitcast"):
         return _added(operands[0], computation)
-    constants = [int(x.literal) for x in operands if x.opcode == "constant"]
-    others = [x for x in operands if x.opcode != "constant"]
-    if value.opcode not in ("add", "fusion") or len(constants) != 1 or len(others) != 1:
-        return None
-    before = _added(others[0], computation)
-    return None if before is None else before + constants[0]
+    constants = [x for x in operands if x.opcode == "constant"]
+    if value.opcode in ("add", "fusion") and len(operands) == 2 and len(constants) == 1:
+        # XLA puts the constant on either side, and may fuse the addition.
+        other = operands[0] if operands[1] is constants[0] else operands[1]
+        before = _added(other, computation)
+        return None if before is None else before + int(constants[0].literal)
+    return None
 
 
-def _instruction(name: str, text: str, root: bool) -> Instruction:
-    """Return the instruction of a line, from behind the equals sign."""
+def _instruction(line: str) -> Instruction:
+    """Return the instruction of a line: `ROOT %name = shapes opcode(operands), attributes`."""
+    name = _NAME.match(line)
+    assert name is not None, "the caller has seen it"
+    text = line[name.end() :]
+    # Shapes are one word, or a tuple in parentheses.
     end = _closing(text, 0) if text.startswith("(") else text.index(" ")
-    opcode, _, _ = text[end:].lstrip().partition("(")
+    opcode = text[end:].lstrip().partition("(")[0]
     start = text.index("(", end)
     behind = _closing(text, start)
-    operands = tuple(_OPERAND.findall(text[start:behind]))
-    literal = text[start + 1 : behind - 1] if opcode in ("parameter", "constant") else ""
-    return Instruction(name, opcode, _shapes(text[:end]), operands, text[behind:], root, literal)
+    inside = text[start + 1 : behind - 1]
+    return Instruction(
+        name=name[1],
+        opcode=opcode,
+        shapes=_shapes(text[:end]),
+        operands=tuple(_OPERAND.findall(inside)),
+        attributes=text[behind:],
+        root=line.lstrip().startswith("ROOT "),
+        # In other instructions the operands stand there.
+        literal=inside if opcode in ("parameter", "constant") else "",
+    )
 
 
 def _shapes(text: str) -> tuple[Shape, ...]:
-    return tuple(
-        Shape(dtype, tuple(map(int, filter(None, sizes.split(",")))), _space(layout))
-        for dtype, sizes, layout in _SHAPE.findall(text)
-    )
+    shapes = []
+    for dtype, sizes, layout in _SHAPE.findall(text):
+        numbers = [int(size) for size in sizes.split(",") if size]
+        shapes.append(Shape(dtype, tuple(numbers), _space(layout)))
+    return tuple(shapes)
 
 
 def _space(layout: str) -> int:
@@ -219,6 +254,7 @@ def _space(layout: str) -> int:
 
 def _closing(text: str, start: int) -> int:
     """Return the index behind the parenthesis that closes the one at `start`."""
+    # Parentheses nest: shapes may be tuples of tuples, and layouts have tiles in parentheses.
     depth = 0
     for i in range(start, len(text)):
         depth += (text[i] == "(") - (text[i] == ")")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import prod
 from pathlib import Path
 from types import MappingProxyType
@@ -105,12 +106,15 @@ class Job:
         check_positive(batch=self.batch, tokens=self.tokens, **self.mesh)
         with self.table():
             self._check_mesh()
-            self._check_divides("the batch", "batch", self.batch, "--batch")
-            self._check_divides("the tokens of a sequence", "tokens", self.tokens, "--tokens")
+            self._check_divides("the batch", "batch", self.batch, "--batch or --mesh")
+            self._check_divides(
+                "the tokens of a sequence", "tokens", self.tokens, "--tokens or --mesh"
+            )
             self._check_divides("the query heads", "heads", self.config.num_heads, "--mesh")
             experts = getattr(self.config, "num_experts", None)
             if experts is not None:
                 self._check_divides("the experts", "expert", experts, "--mesh")
+        # Rotary positions are computed for any length; embeddings are a table.
         limit = self.config.context_length
         if self.tokens > limit and not hasattr(self.config, "rope"):
             raise ValueError(
@@ -132,15 +136,15 @@ class Job:
         Its context is as long as the tokens at least. Layers are stacked where they are equal, and
         so compiled once.
         """
-        config = replace(self.config, context_length=max(self.config.context_length, self.tokens))
+        length = max(self.config.context_length, self.tokens)
+        config = replace(self.config, context_length=length)
+        return partial(self._make, config)
+
+    def _make(self, config: Any, rngs: Any) -> LanguageModel:
         options = {"param_dtype": self.dtype, "backend": self.backend, "remat": self.remat}
-
-        def make(rngs: Any) -> LanguageModel:
-            with suppress(UnequalLayersError):
-                return self.model(config, rngs=rngs, scan_layers=True, **options)
-            return self.model(config, rngs=rngs, **options)
-
-        return make
+        with suppress(UnequalLayersError):
+            return self.model(config, rngs=rngs, scan_layers=True, **options)
+        return self.model(config, rngs=rngs, **options)
 
     def _check_mesh(self) -> None:
         known = sorted({axis for axes in table().values() for axis in axes})
@@ -150,25 +154,28 @@ class Job:
                 f"the axes of a mesh are {', '.join(known)}; got {', '.join(unknown)}. Name it as"
                 " one of these"
             )
-        if prod(self.mesh.values()) != self.topology.size:
-            sizes = " * ".join(f"{axis}={size}" for axis, size in self.mesh.items())
+        devices = prod(self.mesh.values())
+        if devices != self.topology.size:
             raise ValueError(
                 f"the axes of the mesh must multiply to the {self.topology.size} devices of"
-                f" {self.topology.name}; got {sizes} = {prod(self.mesh.values())}. Change --mesh or"
+                f" {self.topology.name}; got {_product(self.mesh)} = {devices}. Change --mesh or"
                 " --topology"
             )
 
     def _check_divides(self, what: str, name: str, size: int, option: str) -> None:
         axes = {axis: self.axis(axis) for axis in table()[name] if self.axis(axis) > 1}
         if size % prod(axes.values()):
-            sizes = " * ".join(f"{axis}={size}" for axis, size in axes.items())
             raise ValueError(
-                f"{what} must be divisible by {sizes} of the mesh; got {size}. Change {option}"
-                + ("" if option == "--mesh" else " or --mesh")
+                f"{what} must be divisible by {_product(axes)} of the mesh; got {size}. Change"
+                f" {option}"
             )
 
 
-def model_of(name: str) -> tuple[str, type[LanguageModel], Any]:
+def _product(axes: Mapping[str, int]) -> str:
+    return " * ".join(f"{axis}={size}" for axis, size in axes.items())
+
+
+def find_model(name: str) -> tuple[str, type[LanguageModel], Any]:
     """Return the name, the class and the config of a model.
 
     It is one of `MODELS`, or of a folder with a `config.json`.
@@ -177,7 +184,7 @@ def model_of(name: str) -> tuple[str, type[LanguageModel], Any]:
         ValueError: if it is neither, or the config is that of a model which is not known.
 
     Example:
-        >>> model_of("llama3-70b")[2].num_layers
+        >>> find_model("llama3-70b")[2].num_layers
         80
     """
     if name in MODELS:
@@ -188,16 +195,20 @@ def model_of(name: str) -> tuple[str, type[LanguageModel], Any]:
             f"a model is one of {', '.join(MODELS)}, or a folder with a config.json; got {name!r},"
             " which is neither. Pass one of these names, or the path of a folder"
         )
-    cls = model_class(folder)
-    if not issubclass(cls, LanguageModel):
-        known = ", ".join(
-            family.__name__ for family in FAMILIES if issubclass(family, LanguageModel)
-        )
-        raise ValueError(
-            f"plans are made for decoders; {folder} holds a {cls.__name__}. Pass one of {known}"
-        )
+    cls = _as_decoder(model_class(folder), folder)
     assert cls.family is not None, "models are registered with their family"
     return folder.absolute().name, cls, read_config(cls, cls.family, read_fields(folder))
+
+
+def _as_decoder(cls: type, folder: Path) -> type[LanguageModel]:
+    """Return a class of models if it is one that makes text."""
+    if issubclass(cls, LanguageModel):
+        return cls
+    known = [family.__name__ for family in FAMILIES if issubclass(family, LanguageModel)]
+    raise ValueError(
+        f"plans are made for decoders; {folder} holds a {cls.__name__}. Pass one of"
+        f" {', '.join(known)}"
+    )
 
 
 def first_layers(config: Any, count: int | None) -> Any:
@@ -212,6 +223,7 @@ def first_layers(config: Any, count: int | None) -> Any:
     """
     if count is None:
         return config
+    # A model of more layers than there are would be another one.
     if count > config.num_layers:
         raise ValueError(
             f"the model has {config.num_layers} layers; got layers={count}. Pass as many at most"
@@ -224,7 +236,7 @@ def first_layers(config: Any, count: int | None) -> Any:
     return replace(config, num_layers=count, **kept)
 
 
-def rules_of(texts: Sequence[str]) -> dict[str, tuple[str, ...]]:
+def parse_rules(texts: Sequence[str]) -> dict[str, tuple[str, ...]]:
     """Return the lines of the table of axes in texts such as `embed=fsdp,context`.
 
     Nothing behind the sign is no axis.
@@ -233,37 +245,43 @@ def rules_of(texts: Sequence[str]) -> dict[str, tuple[str, ...]]:
         ValueError: if one is not written so.
 
     Example:
-        >>> rules_of(["embed=fsdp,context", "vocab="])
+        >>> parse_rules(["embed=fsdp,context", "vocab="])
         {'embed': ('fsdp', 'context'), 'vocab': ()}
     """
-    wrong = [text for text in texts if text.count("=") != 1]
-    if wrong:
-        raise ValueError(
-            "a rule is written as the name of an axis and the axes of the mesh that it is split"
-            f" over; got {wrong[0]!r}. Write for example embed=fsdp,context"
-        )
-    pairs = (text.split("=") for text in texts)
-    return {name: tuple(filter(None, axes.split(","))) for name, axes in pairs}
+    found = {}
+    for text in texts:
+        name, sign, axes = text.partition("=")
+        if not sign or "=" in axes:
+            raise ValueError(
+                "a rule is written as the name of an axis and the axes of the mesh that it is split"
+                f" over; got {text!r}. Write for example embed=fsdp,context"
+            )
+        found[name] = tuple(filter(None, axes.split(",")))
+    return found
 
 
-def mesh_of(text: str) -> dict[str, int]:
+def parse_mesh(text: str) -> dict[str, int]:
     """Return the axes of a mesh that is written as `data=2,fsdp=4`.
 
     Raises:
         ValueError: if it is not written so, a size is below 1, or an axis comes twice.
 
     Example:
-        >>> mesh_of("data=2,fsdp=4")
+        >>> parse_mesh("data=2,fsdp=4")
         {'data': 2, 'fsdp': 4}
     """
-    pairs = [part.strip().split("=") for part in text.split(",")]
-    names = [pair[0] for pair in pairs]
-    written = all(
-        len(pair) == 2 and pair[0] and pair[1].isdecimal() and int(pair[1]) for pair in pairs
-    )
-    if not written or len(set(names)) < len(names):
-        raise ValueError(
-            f"a mesh is written as its axes and their sizes, each axis once; got {text!r}. "
-            "Write for example data=2,fsdp=4, with sizes from 1"
-        )
-    return {name: int(size) for name, size in pairs}
+    found: dict[str, int] = {}
+    for part in text.split(","):
+        name, _, size = part.strip().partition("=")
+        if not name or name in found or not _is_size(size):
+            raise ValueError(
+                f"a mesh is written as its axes and their sizes, each axis once; got {text!r}. "
+                "Write for example data=2,fsdp=4, with sizes from 1"
+            )
+        found[name] = int(size)
+    return found
+
+
+def _is_size(text: str) -> bool:
+    # Signs are no decimals; an axis of size 0 has no devices.
+    return text.isdecimal() and int(text) > 0

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array
 
+from flax_attn.modules.work import Work
 from flax_attn.plan import cost, work
 from flax_attn.plan.chips import Chip
 from flax_attn.plan.collectives import Collective, collectives
@@ -28,7 +30,6 @@ from flax_attn.plan.placement import (
     place_cache,
     tokens_on,
 )
-from flax_attn.plan.work import Work
 from flax_attn.training.step import compiled_step
 
 # How XLA for TPU refuses a program that takes more memory than the chip has: it names all of it, or
@@ -117,60 +118,62 @@ def _generation(job: Job, held: int, mesh: Mesh) -> list[Phase]:
     model = model_on(job, mesh)
     model.eval()
     graph, state = nnx.split(model)
-
-    def prefill(state: Any, tokens: Array) -> Any:
-        model = nnx.merge(graph, state)
-        # A static length of 0 says that the cache is empty, so that the prompt attends to itself
-        # alone.
-        empty = tuple(one.replace(length=0) for one in model.init_cache(job.batch, job.tokens))
-        decoded = model.decode(tokens, cache=empty)
-        return model.logits(decoded.output[:, -1]), decoded.cache
-
-    def decode(state: Any, tokens: Array, cache: Any) -> Any:
-        return nnx.merge(graph, state).attend(tokens, cache=cache)
-
-    tokens, token = (tokens_on(job, mesh, count) for count in (job.tokens, 1))
-    first = _lower(prefill, mesh, state, tokens)
-    then = _lower(decode, mesh, state, token, cache_on(job, model, mesh))
+    tokens = tokens_on(job, mesh, job.tokens)
+    token = tokens_on(job, mesh, 1)
+    cache = cache_on(job, model, mesh)
+    first = partial(_lowered, partial(_prefill, graph, job), mesh, state, tokens)
+    then = partial(_lowered, partial(_decode, graph), mesh, state, token, cache)
     return [
         _phase("prefill", first, job, work.prefill(job, model), held),
         _phase("decoding step", then, job, work.decoding(job, model), held),
     ]
 
 
-def _lower(function: Callable, mesh: Mesh, *inputs: Any) -> Callable[[], jax.stages.Lowered]:
-    """Return a function that lowers `function` of parameters, tokens and perhaps a cache.
+def _prefill(graph: Any, job: Job, state: Any, tokens: Array) -> Any:
+    model = nnx.merge(graph, state)
+    # A static length of 0 says that the cache is empty, so that the prompt attends to itself alone.
+    empty = tuple(one.replace(length=0) for one in model.init_cache(job.batch, job.tokens))
+    decoded = model.decode(tokens, cache=empty)
+    return model.logits(decoded.output[:, -1]), decoded.cache
 
-    `function` returns logits and a cache.
+
+def _decode(graph: Any, state: Any, tokens: Array, cache: Any) -> Any:
+    attended = nnx.merge(graph, state).attend(tokens, cache=cache)
+    return attended.output, attended.cache
+
+
+def _lowered(function: Callable, mesh: Mesh, *inputs: Any) -> jax.stages.Lowered:
+    """Return `function` of parameters, tokens and perhaps a cache, which gives logits and a cache.
+
+    The cache is written in place, as it is in a program that generates.
     """
-
-    def lower() -> jax.stages.Lowered:
-        _, cache = jax.eval_shape(function, *inputs)
-        placed = (None, jax.tree.map(lambda x: x.sharding, place_cache(cache, mesh)))
-        return jax.jit(function, out_shardings=placed, donate_argnums=range(2, len(inputs))).lower(
-            *inputs
-        )
-
-    return lower
+    _, cache = jax.eval_shape(function, *inputs)
+    where = jax.tree.map(lambda x: x.sharding, place_cache(cache, mesh))
+    given = range(2, len(inputs))
+    jitted = jax.jit(function, out_shardings=(None, where), donate_argnums=given)
+    return jitted.lower(*inputs)
 
 
 def _phase(name: str, lower: Callable[[], Any], job: Job, asked: Work, held: int) -> Phase:
     """Return the phase whose program `lower` makes, beside so many bytes that the device holds."""
-    start, each = time.perf_counter(), asked.total // job.topology.size
-    program = lower()
+    start = time.perf_counter()
+    devices = job.topology.size
+    lowered = lower()
     try:
-        program = program.compile()
+        program = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
         peak = _refused(str(error), held)
         if peak is None:
             raise
-        return Phase(name, each, peak=peak, compiled=False, seconds=time.perf_counter() - start)
+        seconds = time.perf_counter() - start
+        return Phase(name, asked.total // devices, peak=peak, compiled=False, seconds=seconds)
     with suppress(AttributeError):
         program = program.compiled  # of Flax
-    attention = asked.attention * (4 if job.train and job.remat else 3) // 3 // job.topology.size
-    return _read(
-        Phase(name, each, kernels=attention, seconds=time.perf_counter() - start), program, job
-    )
+    seconds = time.perf_counter() - start
+    # Under remat attention is computed once more, of three times with its gradients.
+    attention = asked.attention * (4 if job.train and job.remat else 3) // 3 // devices
+    phase = Phase(name, asked.total // devices, kernels=attention, seconds=seconds)
+    return _read(phase, program, job)
 
 
 def _refused(message: str, held: int) -> int | None:
@@ -186,10 +189,13 @@ def _refused(message: str, held: int) -> int | None:
 
 
 def _read(phase: Phase, program: jax.stages.Compiled, job: Job) -> Phase:
-    memory, hlo = program.memory_analysis(), read(program.as_text() or "")
+    memory = program.memory_analysis()
+    hlo = read(program.as_text() or "")
     assert memory is not None, "XLA reports memory on every platform"
+    # An output that replaces an input, as the cache does, is not in memory a second time.
     outputs = memory.output_size_in_bytes - memory.alias_size_in_bytes
-    arguments, temporaries = memory.argument_size_in_bytes, memory.temp_size_in_bytes
+    arguments = memory.argument_size_in_bytes
+    temporaries = memory.temp_size_in_bytes
     return replace(
         phase,
         arguments=arguments,

@@ -63,19 +63,22 @@ def held(job: Job) -> Held:
     """Return what a device holds of a job; no devices are needed."""
     mesh = AbstractMesh(tuple(job.mesh.values()), tuple(job.mesh))
     model = model_on(job, mesh)
-    experts = sum(
-        bytes_on_device(part) for _, part in nnx.iter_modules(model) if isinstance(part, Experts)
-    )
-    found = Held(bytes_on_device(model), experts=experts)
+    # Experts are most of a mixture, and split over an axis of their own.
+    experts = [part for _, part in nnx.iter_modules(model) if isinstance(part, Experts)]
+    found = Held(bytes_on_device(model), experts=sum(map(bytes_on_device, experts)))
     if not job.train:
         return replace(found, cache=bytes_on_device(cache_on(job, model, mesh)))
-    gradients = bytes_on_device(nnx.state(model, nnx.Param))
-    return replace(found, optimizer=bytes_on_device(optimizer_on(model, mesh)), gradients=gradients)
+    return replace(
+        found,
+        optimizer=bytes_on_device(optimizer_on(model, mesh)),
+        gradients=bytes_on_device(nnx.state(model, nnx.Param)),
+    )
 
 
 def mesh_for(job: Job, devices: Sequence[Any]) -> Mesh:
     """Return the mesh of a job, its axes along those of the torus where that is known."""
     shape = tuple(job.mesh.values())
+    # Neighbours on the torus exchange fastest, so that JAX chooses the order there.
     if job.topology.chip.kind == "tpu":
         grid = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
     else:
@@ -93,9 +96,11 @@ def optimizer_on(model: LanguageModel, mesh: Mesh | AbstractMesh) -> nnx.Optimiz
     """Return AdamW in float32 for such a model; its state lies as the parameters do."""
     graph, state = nnx.split(model)
     adamw = float32_state(optax.adamw(1e-4))
-    return _placed(
-        abstract(lambda x: nnx.Optimizer(nnx.merge(graph, x), adamw, wrt=nnx.Param), state), mesh
-    )
+
+    def build(state: Any) -> nnx.Optimizer:
+        return nnx.Optimizer(nnx.merge(graph, state), adamw, wrt=nnx.Param)
+
+    return _placed(abstract(build, state), mesh)
 
 
 def tokens_on(job: Job, mesh: Mesh, tokens: int) -> jax.ShapeDtypeStruct:
@@ -124,18 +129,21 @@ def place_cache(cache: Any, mesh: Mesh | AbstractMesh) -> Any:
 
 def _place_layer(cache: Cache, mesh: Any) -> Cache:
     names = _OF_A_STATE if isinstance(cache, DeltaCache) else _OF_TOKENS
-    leaves = [
-        place(x, (*[None] * (x.ndim - len(names[name])), *names[name]), mesh)
-        for name, x in cache.arrays.items()
-    ]
-    leaves += [] if isinstance(cache.length, int) else [place(cache.length, (), mesh)]
-    return jax.tree.unflatten(
-        jax.tree.structure(cache), leaves
-    )  # the length is the last of what it stores
+    leaves = [_place_last(x, names[name], mesh) for name, x in cache.arrays.items()]
+    if not isinstance(cache.length, int):
+        leaves.append(place(cache.length, (), mesh))
+    # Not by `replace`: a cache takes arrays, and these are shapes. The length is its last leaf.
+    return jax.tree.unflatten(jax.tree.structure(cache), leaves)
+
+
+def _place_last(x: Any, names: Sequence[str | None], mesh: Any) -> jax.ShapeDtypeStruct:
+    # The axes in front of these are those of a stack: every device has all layers.
+    return place(x, (*[None] * (x.ndim - len(names)), *names), mesh)
 
 
 def bytes_on_device(tree: Any) -> int:
     """Return how many bytes of arrays that lie on a mesh one device holds."""
+    # What a device holds of an array is one shard; without an axis of the mesh that is all of it.
     arrays = jax.tree.leaves(nnx.state(tree) if isinstance(tree, nnx.Pytree) else tree)
     return sum(prod(x.sharding.shard_shape(x.shape)) * _itemsize(x.dtype) for x in arrays)
 
@@ -143,10 +151,14 @@ def bytes_on_device(tree: Any) -> int:
 def _placed(module: N, mesh: Mesh | AbstractMesh) -> N:
     """Return a module of shapes with where they lie."""
     state = nnx.state(module)
-    lie = lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)  # noqa: E731
+
+    def lie(x: Any, where: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
+
     nnx.update(module, jax.tree.map(lie, state, shardings(state, mesh)))
     return module
 
 
 def _itemsize(dtype: Any) -> int:
+    # The keys of random streams have no size that is theirs alone.
     return 0 if jnp.issubdtype(dtype, jax.dtypes.extended) else jnp.dtype(dtype).itemsize

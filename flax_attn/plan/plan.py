@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from flax_attn.plan.estimate import Change, changes
+from flax_attn.plan.estimate import SuggestedChange, changes
 from flax_attn.plan.job import Job
 from flax_attn.plan.phases import Phase, compiled
 from flax_attn.plan.placement import Held, held
@@ -26,7 +26,7 @@ class Plan:
     job: Job
     held: Held
     phases: Sequence[Phase]
-    changes: Sequence[Change] = ()
+    changes: Sequence[SuggestedChange] = ()
 
     @property
     def largest(self) -> Phase:
@@ -37,6 +37,7 @@ class Plan:
     def fits(self) -> bool | None:
         """Whether all of it fits in the memory of a device; None where that is not known."""
         memory = self.job.topology.chip.memory
+        # Refused by the compiler, a program does not fit whatever the published memory is.
         if not all(phase.compiled for phase in self.phases):
             return False
         return None if memory is None else self.largest.peak <= memory
@@ -44,33 +45,26 @@ class Plan:
     def as_dict(self) -> dict[str, Any]:
         """Return all of it as JSON has it."""
         job, chip = self.job, self.job.topology.chip
-        asked = {
-            name: getattr(job, name) for name in ("batch", "tokens", "train", "remat", "dtype")
-        }
+        # With the times beside each, which follow from it and the chip.
+        phases = []
+        for phase in self.phases:
+            phases.append(asdict(phase) | {"seconds_at_most_rates": phase.times(chip)})
         return {
             "model": job.name,
             "topology": job.topology.name,
             "devices": job.topology.size,
             "mesh": dict(job.mesh),
             "rules": dict(job.rules),
-            **asked,
+            "batch": job.batch,
+            "tokens": job.tokens,
+            "train": job.train,
+            "remat": job.remat,
+            "dtype": job.dtype,
             "memory": chip.memory,
             "fits": self.fits,
             "held": asdict(self.held),
-            "phases": [
-                asdict(phase) | {"seconds_at_most_rates": phase.times(chip)}
-                for phase in self.phases
-            ],
-            "changes": [
-                {
-                    "what": x.what,
-                    "mesh": dict(x.job.mesh),
-                    "remat": x.job.remat,
-                    "peak": x.peak,
-                    "fits": x.fits,
-                }
-                for x in self.changes
-            ],
+            "phases": phases,
+            "changes": [change.as_dict() for change in self.changes],
         }
 
 
@@ -81,10 +75,15 @@ def plan(job: Job) -> Plan:
         ImportError: if what describes the devices is not installed.
         ValueError: if there are no such devices.
     """
-    memory = job.topology.chip.memory
     with job.table():
         now = held(job)
-        found = Plan(job, now, compiled(job, now))
-        if found.fits is not False or memory is None:
-            return found
-        return Plan(job, now, found.phases, changes(job, now, found.largest, memory))
+        return _with_changes(Plan(job, now, compiled(job, now)))
+
+
+def _with_changes(found: Plan) -> Plan:
+    """Return a plan with what would fit, where it does not."""
+    memory = found.job.topology.chip.memory
+    # Where it is not known whether it fits, nothing can be said of what would.
+    if found.fits is not False or memory is None:
+        return found
+    return replace(found, changes=changes(found.job, found.held, found.largest, memory))

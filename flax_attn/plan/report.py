@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from rich.table import Table
 
@@ -23,17 +23,19 @@ LEGEND = (
 )
 
 COLUMNS = (
-    *(
-        "model",
-        "tokens",
-        "batch",
-        "chips",
-        "mesh",
-        "remat",
-        "parameters and optimizer",
-        "temporaries",
-    ),
-    *("peak of memory", "fits", "compute, s", "memory, s", "links, s"),
+    "model",
+    "tokens",
+    "batch",
+    "chips",
+    "mesh",
+    "remat",
+    "parameters and optimizer",
+    "temporaries",
+    "peak of memory",
+    "fits",
+    "compute, s",
+    "memory, s",
+    "links, s",
 )
 
 
@@ -58,26 +60,35 @@ def title(plan: Plan) -> str:
 
 def memory(plan: Plan) -> Table:
     """Return what a device holds, what each program takes, and whether that fits."""
-    held, chip = plan.held, plan.job.topology.chip
-    table = Table("memory of one device")
-    table.add_column("", justify="right")
-    for name in ("parameters", "optimizer", "cache"):
-        if getattr(held, name):
-            table.add_row(name, size(getattr(held, name)))
-        if name == "parameters" and held.experts:
-            table.add_row("  of these experts", size(held.experts))
+    held, limit = plan.held, plan.job.topology.chip.memory
+    table = _table(["memory of one device"], [""])
+    _add_bytes(table, "parameters", held.parameters)
+    _add_bytes(table, "  of these experts", held.experts)
+    _add_bytes(table, "optimizer", held.optimizer)
+    _add_bytes(table, "cache", held.cache)
     for phase in plan.phases:
         if phase.compiled:
             table.add_row(f"temporaries, {phase.name}", size(phase.temporaries))
-            if held.gradients:
-                table.add_row("  of these gradients", size(held.gradients))
+            # XLA has the gradients among the temporaries, where the optimizer takes them.
+            _add_bytes(table, "  of these gradients", held.gradients)
         table.add_row(f"peak, {phase.name}", size(phase.peak))
-    table.add_row("the device has", "unknown" if chip.memory is None else size(chip.memory))
+    table.add_row("the device has", "unknown" if limit is None else size(limit))
     table.add_section()
-    table.add_row(
-        verdict(plan), "" if chip.memory is None else size(abs(chip.memory - plan.largest.peak))
-    )
+    table.add_row(verdict(plan), "" if limit is None else size(abs(limit - plan.largest.peak)))
     return table
+
+
+def _table(left: Sequence[str], right: Sequence[str], title: str | None = None) -> Table:
+    """Return an empty table, whose last columns hold figures."""
+    table = Table(*left, title=title)
+    for name in right:
+        table.add_column(name, justify="right")
+    return table
+
+
+def _add_bytes(table: Table, name: str, count: int) -> None:
+    if count:
+        table.add_row(name, size(count))
 
 
 def verdict(plan: Plan) -> str:
@@ -91,35 +102,28 @@ def verdict(plan: Plan) -> str:
 
 def sent(plan: Plan, phase: Phase) -> Table:
     """Return the collectives of a program."""
-    table = Table("collective", "over", title=f"Sent by one device in a {phase.name}")
-    for name in ("count", "bytes"):
-        table.add_column(name, justify="right")
+    title = f"Sent by one device in a {phase.name}"
+    table = _table(["collective", "over"], ["count", "bytes"], title)
     for row in phase.collectives:
         table.add_row(row.kind, " x ".join(row.axes), str(row.count), size(row.bytes))
-    if not phase.collectives:
-        table.add_row("none")
+    return table if phase.collectives else _with_row(table, "none")
+
+
+def _with_row(table: Table, *cells: str) -> Table:
+    table.add_row(*cells)
     return table
 
 
 def times(plan: Plan, phase: Phase) -> Table:
     """Return what compute, memory and links would each take."""
-    chip, found = plan.job.topology.chip, phase.times(plan.job.topology.chip)
-    table = Table("", title=f"At most rates, one {phase.name}")
-    for name in ("amount", "rate", "ms"):
-        table.add_column(name, justify="right")
-    rows = {
-        "compute": (f"{phase.computed / 1e12:.3g} TFLOP", chip.flops, "TFLOP/s", 1e12),
-        "memory": (f"{phase.moved / 1e9:.3g} GB", chip.bandwidth, "GB/s", 1e9),
-        "links": (
-            f"{sum(row.bytes for row in phase.collectives) / 1e9:.3g} GB",
-            chip.links,
-            "GB/s",
-            1e9,
-        ),
-    }
-    for name, (amount, rate, unit, scale) in rows.items():
-        shown = f"{rate / scale:.4g} {unit}" if rate else "unknown"
-        table.add_row(name, amount, shown, f"{1000 * found[name]:.3g}" if name in found else "")
+    chip = plan.job.topology.chip
+    sent = sum(row.bytes for row in phase.collectives)
+    table = _table([""], ["amount", "rate", "ms"], f"At most rates, one {phase.name}")
+    seconds = phase.times(chip)
+    computed = f"{phase.computed / 1e12:.3g} TFLOP"
+    _add_time(table, "compute", computed, chip.flops, "TFLOP/s", 1e12, seconds)
+    _add_time(table, "memory", f"{phase.moved / 1e9:.3g} GB", chip.bandwidth, "GB/s", 1e9, seconds)
+    _add_time(table, "links", f"{sent / 1e9:.3g} GB", chip.links, "GB/s", 1e9, seconds)
     table.add_row("the model asks for", f"{phase.work / 1e12:.3g} TFLOP")
     if phase.endless:
         table.caption = (
@@ -128,21 +132,26 @@ def times(plan: Plan, phase: Phase) -> Table:
     return table
 
 
+def _add_time(
+    table: Table,
+    name: str,
+    amount: str,
+    rate: float | None,
+    unit: str,
+    scale: float,
+    seconds: Mapping[str, float],
+) -> None:
+    shown = f"{rate / scale:.4g} {unit}" if rate else "unknown"
+    table.add_row(name, amount, shown, f"{1000 * seconds[name]:.3g}" if name in seconds else "")
+
+
 def would_fit(plan: Plan) -> Table:
     """Return what was tried so that it fits."""
-    table = Table(
-        "change",
-        "devices",
-        "mesh",
-        title="What would fit, estimated; each change with those above it",
-    )
-    for name in ("peak", "fits"):
-        table.add_column(name, justify="right")
+    title = "What would fit, estimated; each change with those above it"
+    table = _table(["change", "devices", "mesh"], ["peak", "fits"], title)
     for row in plan.changes:
-        mesh = _mesh(row.job.mesh)
-        table.add_row(
-            row.what, str(row.job.topology.size), mesh, size(row.peak), "yes" if row.fits else "no"
-        )
+        devices, fits = str(row.job.topology.size), "yes" if row.fits else "no"
+        table.add_row(row.what, devices, _mesh(row.job.mesh), size(row.peak), fits)
     return table
 
 
@@ -154,21 +163,23 @@ def heading() -> list[str]:
 def line(plan: Plan) -> str:
     """Return a plan as a line of a table in Markdown."""
     job, phase, chip = plan.job, plan.largest, plan.job.topology.chip
-    found = phase.times(chip)
     limit = "unknown" if chip.memory is None else size(chip.memory)
-    cells = (
-        *(
-            job.name,
-            job.tokens,
-            job.batch,
-            job.topology.name,
-            _mesh(job.mesh) + _rules(job),
-            "yes" if job.remat else "no",
-        ),
-        *(size(plan.held.total), size(phase.temporaries), f"{size(phase.peak)} of {limit}"),
+    seconds = phase.times(chip)
+    cells = [
+        job.name,
+        job.tokens,
+        job.batch,
+        job.topology.name,
+        _mesh(job.mesh) + _rules(job),
+        "yes" if job.remat else "no",
+        size(plan.held.total),
+        size(phase.temporaries),
+        f"{size(phase.peak)} of {limit}",
         {None: "unknown", True: "yes", False: "no"}[plan.fits],
-        *(f"{found[name]:.3g}" if name in found else "" for name in ("compute", "memory", "links")),
-    )
+    ]
+    # What is not known stays empty: a program that does not compile has no times.
+    for name in ("compute", "memory", "links"):
+        cells.append(f"{seconds[name]:.3g}" if name in seconds else "")
     return f"| {' | '.join(map(str, cells))} |"
 
 
@@ -179,12 +190,10 @@ def size(count: int) -> str:
         >>> size(3 * 2**29), size(1000)
         ('1.50 GiB', '1000 B')
     """
-    unit = min(int(math.log2(max(count, 1)) // 10), 4)
-    return (
-        f"{count / 2 ** (10 * unit):.2f} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[unit]}"
-        if unit
-        else f"{count} B"
-    )
+    if count < 1024:
+        return f"{count} B"
+    unit = min(int(math.log2(count) // 10), 4)
+    return f"{count / 2 ** (10 * unit):.2f} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[unit]}"
 
 
 def _rules(job: Job) -> str:

@@ -52,9 +52,10 @@ class Topology:
             ValueError: if JAX has fewer simulated devices, or the compiler knows no such topology.
         """
         if self.chip.kind == "gpu":
-            with gpu.described(self.size) as target:
-                yield target.devices
+            with gpu.described(self.size) as devices:
+                yield devices
         else:
+            # These stay: JAX simulates processors from its start to its end.
             yield simulated(self.size) if self.chip.kind == "cpu" else _tpu(self)
 
 
@@ -65,12 +66,14 @@ def topology(text: str) -> Topology:
         ValueError: if the chip is not known, or its chips are not joined in a torus of this shape.
     """
     name, _, sizes = text.partition(":")
+    # A leading 0 is refused with the rest: libtpu would describe another topology, or none.
     if name not in CHIPS or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", sizes):
         raise ValueError(
             f"a topology is one of {', '.join(CHIPS)} and the number of its chips in each"
             f" dimension; got {text!r}. Write it as one of {_EXAMPLES}"
         )
-    shape = tuple(map(int, sizes.split("x")))
+    shape = tuple(int(size) for size in sizes.split("x"))
+    # More GPUs than a host has are joined by a network, of which nothing is known here.
     if len(shape) != _DIMENSIONS[name] or (name == "h200" and shape[0] > _PER_HOST):
         limit = f", {_PER_HOST} at most" if name == "h200" else ""
         raise ValueError(
@@ -84,6 +87,7 @@ def _tpu(wanted: Topology) -> Sequence[Any]:
     try:
         return tpu.described(wanted.name)
     except jax.errors.JaxRuntimeError as error:
+        # Anything else, such as a lock held by another process, is no fault of the name.
         if "INVALID_ARGUMENT" not in str(error):
             raise
         raise ValueError(

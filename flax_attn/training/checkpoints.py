@@ -63,6 +63,7 @@ class Checkpoints:
     def __init__(self, folder: str | PathLike[str], keep: int = 3):
         check_positive(keep=keep)
         self._remote = "://" in str(folder)
+        # Orbax takes absolute paths alone; a remote one must not become a path of this machine.
         self.folder = str(folder) if self._remote else str(Path(folder).absolute())
         if not self._remote:
             _check_folder(Path(self.folder))
@@ -101,6 +102,7 @@ class Checkpoints:
         arrays = ocp.args.StandardSave(_arrays(model=model, optimizer=optimizer))
         args = ocp.args.Composite(arrays=arrays, extra=ocp.args.JsonSave(extra))
         self.wait()
+        # The lock is given back by the thread, when all is written, and not at the end of `with`.
         with ExitStack() as held:
             if not self._remote and jax.process_index() == 0:
                 self._keep_others_out(held)
@@ -128,6 +130,7 @@ class Checkpoints:
                 shape or dtype.
         """
         wanted = jax.tree.map(_abstract, _arrays(model=model, optimizer=optimizer))
+        # Others may delete what is being read, and have then saved a newer one.
         while True:
             step = self.latest
             if step is None:
@@ -213,16 +216,14 @@ class Checkpoints:
 
     def _differences(self, step: int, wanted: dict[str, jax.ShapeDtypeStruct]) -> list[str]:
         """Return a line for each array in which a checkpoint is not what is wanted."""
-        saved = {
-            name: _text(array)
-            for name, array in self._manager.item_metadata(step).arrays.tree.items()
-        }
-        ours = {name: _text(array) for name, array in wanted.items()}
-        return [
-            f"{name}: {saved.get(name, 'nothing')} is saved, {ours.get(name, 'nothing')} is wanted"
-            for name in sorted(saved.keys() | ours.keys())
-            if saved.get(name) != ours.get(name)
-        ]
+        metadata = self._manager.item_metadata(step).arrays.tree
+        lines = []
+        for name in sorted(metadata.keys() | wanted.keys()):
+            saved = _describe(metadata, name)
+            ours = _describe(wanted, name)
+            if saved != ours:
+                lines.append(f"{name}: {saved} is saved, {ours} is wanted")
+        return lines
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -232,6 +233,7 @@ class Checkpoints:
 
 
 def _check_folder(folder: Path) -> None:
+    # Of a folder that is not there yet, the one that it would be made in counts.
     there = next(path for path in (folder, *folder.parents) if path.exists())
     if not there.is_dir():
         raise ValueError(
@@ -271,6 +273,7 @@ def _without_pages() -> Iterator[None]:
 
 
 def _check_json(extra: dict[str, Any]) -> None:
+    # JSON would make a list of a tuple, and a string of a key that is a number.
     try:
         same = json.loads(json.dumps(extra)) == extra
     except TypeError:
@@ -285,11 +288,14 @@ def _check_json(extra: dict[str, Any]) -> None:
 
 def _arrays(**nodes: Any) -> dict[str, Array]:
     """Return the arrays of all variables by dotted path; random stream keys are key data."""
-    return {
-        ".".join(map(str, (node, *path))): jax.random.key_data(value) if _is_key(value) else value
-        for node, state in nodes.items()
-        for path, value in nnx.to_flat_state(nnx.as_pure(nnx.state(state)))
-    }
+    found = {}
+    for node, module in nodes.items():
+        state = nnx.as_pure(nnx.state(module))
+        for path, value in nnx.to_flat_state(state):
+            # Orbax stores numbers, and a key is no number to JAX.
+            array = jax.random.key_data(value) if _is_key(value) else value
+            found[_dotted(node, path)] = array
+    return found
 
 
 def _write(arrays: dict[str, Array], **nodes: Any) -> None:
@@ -297,14 +303,16 @@ def _write(arrays: dict[str, Array], **nodes: Any) -> None:
     for node, module in nodes.items():
         state = nnx.state(module)
         for path, variable in nnx.to_flat_state(state):
-            array, old = arrays[".".join(map(str, (node, *path)))], variable.get_value()
-            array = (
-                jax.random.wrap_key_data(array, impl=jax.random.key_impl(old))
-                if _is_key(old)
-                else array
-            )
+            array, old = arrays[_dotted(node, path)], variable.get_value()
+            if _is_key(old):
+                array = jax.random.wrap_key_data(array, impl=jax.random.key_impl(old))
             variable.set_value(array)
+        # At once: a module is as it was, or as it was saved.
         nnx.update(module, state)
+
+
+def _dotted(node: str, path: tuple[Any, ...]) -> str:
+    return ".".join(map(str, (node, *path)))
 
 
 def _is_key(array: Array) -> bool:
@@ -315,5 +323,7 @@ def _abstract(array: Array) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
 
 
-def _text(array: Any) -> str:
-    return f"{array.dtype}{list(array.shape)}"
+def _describe(arrays: Any, name: str) -> str:
+    if name not in arrays:
+        return "nothing"
+    return f"{arrays[name].dtype}{list(arrays[name].shape)}"

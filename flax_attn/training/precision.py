@@ -76,19 +76,16 @@ def float32_state(optimizer: optax.GradientTransformation) -> optax.GradientTran
                 " are; got params=None. Call update(gradients, state, params)"
             )
         wide = _with_master(params, state.master)
-        wide_updates, new_inner = inner.update(
-            jax.tree.map(_widen, updates), state.inner, wide, **extra
-        )
+        gradients = jax.tree.map(_widen, updates)
+        wide_updates, new_inner = inner.update(gradients, state.inner, wide, **extra)
         moved = optax.apply_updates(wide, wide_updates)
         leaves, tree = jax.tree.flatten(params)
-        steps, master = [], []
-        for p, step, new in zip(
-            leaves, jax.tree.leaves(wide_updates), jax.tree.leaves(moved), strict=True
-        ):
+        steps, master = jax.tree.leaves(wide_updates), []
+        for i, (p, new) in enumerate(zip(leaves, jax.tree.leaves(moved), strict=True)):
+            # A parameter of float32 or more takes the step as it is.
             if _is_low(p):
-                step, copy = _follow(p, new)
+                steps[i], copy = _follow(p, new)
                 master.append(copy)
-            steps.append(step)
         return tree.unflatten(steps), Float32State(tuple(master), new_inner)
 
     return optax.GradientTransformationExtraArgs(init, update)

@@ -42,6 +42,7 @@ def train_step(
         >>> round(losses[0], 1), losses[-1] < 1.5
         (2.4, True)
     """
+    # Here, since inside of jit a length is not known, and could not be refused.
     check_known_lengths(lengths, len(tokens) if tokens.ndim == 2 else 1, tokens.shape[-1])
     options = {"lengths": lengths, "segments": segments, "dropout_key": dropout_key}
     return compiled_step(model, optimizer, cast(Array, tokens), **options)
@@ -59,6 +60,7 @@ def compiled_step(
     def loss(model: LanguageModel) -> Float[Array, ""]:
         return next_token_loss(model, tokens, **options)
 
+    # Of the parameters alone: streams and counts are state, and have no gradient.
     value, gradients = nnx.value_and_grad(loss)(model)
     optimizer.update(model, gradients)
     return value

@@ -16,10 +16,10 @@ from jax import ShapeDtypeStruct
 from jax._src.cudnn import fused_attention_stablehlo
 
 from flax_attn import KeyedDropout, Mask
-from flax_attn.bench.aot import gpu
-from flax_attn.bench.aot.kernels import kernel
-from flax_attn.bench.aot.program import compiled
 from flax_attn.bench.calls import ModelCall, with_gradients
+from tools.aot import gpu
+from tools.aot.compiled import compiled
+from tools.aot.kernels import kernel
 
 pytestmark = pytest.mark.usefixtures("no_shape_checks")
 

@@ -8,12 +8,16 @@ from flax import nnx
 from flax_attn import (
     DifferentialAttention,
     GatedDeltaNet,
+    Linear,
+    Mask,
     MultiHeadAttention,
     MultiHeadLatentAttention,
 )
 from flax_attn.models.deepseekv3 import DeepseekV3, DeepseekV3Config
+from flax_attn.models.llama import Llama
 from flax_attn.models.qwen3next import Qwen3Next, Qwen3NextConfig
 from flax_attn.modules.calls import Attention
+from flax_attn.modules.work import Work, count_pairs, products
 from flax_attn.plan import cost, work
 from flax_attn.plan.hlo import read
 from flax_attn.plan.placement import held, model_on
@@ -96,29 +100,83 @@ def test_a_step_behind_a_state_is_the_same_work_however_long_it_is(job):
 )  # fmt: skip
 def test_operations_of_a_pair_are_those_of_the_formula_that_runs(make, pair, step):
     att = make(rngs=nnx.Rngs(0))
-    assert (work.each(att).pair, work.each(att).step) == (pair, step)
+    asked = att.work(32, 32)
+    assert asked.attention == pair * 32 * 33 // 2
+    assert att.work(1, 32).attention == 32 * step
 
     def products(t):  # the reference computes all pairs
         program = jax.jit(lambda x: att(x)).lower(jnp.ones((1, t, 16))).compile()
         return cost.flops(read(program.as_text()))
 
-    params = nnx.to_flat_state(nnx.state(att, nnx.Param))
-    kernels = sum(2 * kernel.size for path, kernel in params if path[-1] == "kernel")
-    assert products(32) == 32 * kernels + 32**2 * pair
+    assert products(32) == asked.parameters + 32**2 * pair
 
 
-class Other(Attention):
-    """An attention that the plan does not know."""
+def test_all_pairs_count_where_every_token_sees_every_other():
+    att = MultiHeadAttention(16, 16, 64, 0.0, 4, causal=False, rngs=nnx.Rngs(0))
+    assert att.work(5, 7).attention == 5 * 7 * 64
 
 
-def test_attention_of_unknown_work_is_refused():
-    with pytest.raises(
-        ValueError, match=r"the operations of MultiHeadAttention, .* got a model with Other\. Plan"
-    ):
-        work.each(Other())
+@pytest.mark.parametrize(
+    ("form", "pair", "again"), [("auto", 128, 0), ("absorbed", 128, 0), ("plain", 80, 1)]
+)
+def test_the_form_of_latent_attention_is_counted(form, pair, again):
+    att = MultiHeadLatentAttention(
+        16, 16, 64, 0.0, 4, kv_lora_rank=7, qk_nope_head_dim=5, qk_rope_head_dim=2, v_head_dim=3,
+        form=form, rngs=nnx.Rngs(0),
+    )  # fmt: skip
+    step = att.work(1, 9)
+    assert step.attention == 9 * pair
+    # The plain form computes the keys and values of the 8 tokens before once more.
+    expanded = again * 8 * 2 * att.W_key_value.kernel.size
+    assert step.parameters == att.work(1, 1).parameters + expanded
+
+
+@pytest.mark.parametrize(("t", "s", "window"), [(1, 9, None), (9, 9, 4), (3, 9, 8), (9, 9, 20)])
+def test_pairs_are_those_that_a_mask_shows(t, s, window):
+    mask = Mask.causal(s - t) if window is None else Mask.sliding_window(window, s - t)
+    seen = jnp.sum(mask.block(jnp.arange(t), jnp.arange(s)))
+    assert count_pairs(t, s, window) == seen
 
 
 def test_the_work_of_a_state_is_that_of_its_tokens():
-    assert work.each(GatedDeltaNet(6, 6, 4, 3, value_dim=5, rngs=nnx.Rngs(0))) == work.Each(
-        token=6 * 4 * 3 * 5
-    )
+    att = GatedDeltaNet(6, 6, 4, 3, value_dim=5, rngs=nnx.Rngs(0))
+    assert att.work(7, 50).attention == 7 * 6 * 4 * 3 * 5
+
+
+class TokenMean(Attention):
+    """A variant that the library does not know: a token gets the mean of those before it."""
+
+    def __init__(self, width, rngs):
+        self.d_in = self.d_out = width
+        self.W_value = Linear(width, width, rngs=rngs)
+
+    def __call__(self, query, *, cache=None, **options):
+        seen = jnp.arange(1, query.shape[-2] + 1, dtype=query.dtype)
+        return jnp.cumsum(self.W_value(query), axis=-2) / seen[None, :, None]
+
+
+class CountedTokenMean(TokenMean):
+    """The same, which says what it computes."""
+
+    def work(self, t, s):
+        return products(self, t) + Work(attention=2 * t * self.d_out)
+
+
+def model_of(attention):
+    class Model(Llama):
+        def attention(self, layer, backend, *, rngs, **numerics):
+            return attention(self.config.d_model, rngs)
+
+    return Model
+
+
+def test_the_work_of_a_variant_of_your_own_is_counted(job):
+    (phase,) = plan(job(model=model_of(CountedTokenMean), dtype="float32")).phases
+    kernels = 3 * (32 * 32 + 3 * 32 * 48) + 32 * 56
+    assert phase.work == 3 * 8 * (2 * 16 * kernels + 3 * 2 * 16 * 32) // 8
+    assert phase.flops > 0
+
+
+def test_attention_of_unknown_work_is_refused(job):
+    with pytest.raises(ValueError, match=r"TokenMean does not say them\. Define work\(t, s\)"):
+        plan(job(model=model_of(TokenMean), dtype="float32"))

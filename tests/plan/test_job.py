@@ -5,7 +5,7 @@ from flax_attn.models import GPT2
 from flax_attn.models.mixtral import MixtralConfig
 from flax_attn.models.smollm3 import SmolLM3Config
 from flax_attn.plan.chips import CHIPS
-from flax_attn.plan.job import MODELS, Job, first_layers, mesh_of, model_of, rules_of
+from flax_attn.plan.job import MODELS, Job, find_model, first_layers, parse_mesh, parse_rules
 from flax_attn.plan.topology import simulated, topology
 
 MIXTRAL = MixtralConfig(32, 48, num_heads=4, num_layers=2, num_experts=4)
@@ -53,7 +53,7 @@ def test_what_does_not_divide_is_refused(job, options, message):
 
 
 def test_a_model_with_an_embedding_for_each_position_takes_no_more_tokens():
-    name, cls, config = model_of("gpt2")
+    name, cls, config = find_model("gpt2")
     assert cls is GPT2
     with pytest.raises(
         ValueError,
@@ -67,14 +67,14 @@ def test_rotary_positions_take_more_tokens_than_the_config_says(job):
 
 
 def test_models_are_named_or_read_from_a_folder(folder):
-    assert model_of(str(folder))[0] == "small"
-    assert model_of(str(folder))[2].num_kv_heads == 2
+    assert find_model(str(folder))[0] == "small"
+    assert find_model(str(folder))[2].num_kv_heads == 2
     assert MODELS["llama3-8b"][1].rope.base == 500000.0
     with pytest.raises(
         ValueError,
         match=r"a model is one of gpt2, .*, or a folder with a config.json; got 'llama9'",
     ):
-        model_of("llama9")
+        find_model("llama9")
 
 
 @pytest.mark.parametrize("text", ["data", "data=x", "data=2,data=2", "", "data=2;fsdp=4"])
@@ -83,7 +83,7 @@ def test_a_mesh_is_written_as_axes_and_sizes(text):
         ValueError,
         match=r"a mesh is written as its axes and their sizes, each axis once; got .* Write",
     ):
-        mesh_of(text)
+        parse_mesh(text)
 
 
 def test_what_is_no_decoder_is_refused_with_those_that_are(tmp_path):
@@ -92,7 +92,7 @@ def test_what_is_no_decoder_is_refused_with_those_that_are(tmp_path):
         ValueError,
         match=r"plans are made for decoders; .* holds a ViT. Pass one of GPT2, .*DeepseekV3",
     ):
-        model_of(str(tmp_path))
+        find_model(str(tmp_path))
 
 
 def test_the_first_layers_are_planned_alone():
@@ -111,7 +111,7 @@ def test_a_rule_is_written_as_a_name_and_axes():
         ValueError,
         match=r"a rule is written as the name .* got 'embed'. Write for example embed=fsdp",
     ):
-        rules_of(["embed"])
+        parse_rules(["embed"])
 
 
 def test_a_rule_of_an_axis_that_is_not_known_is_refused(job):

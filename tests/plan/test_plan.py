@@ -7,6 +7,7 @@ import pytest
 from flax import nnx
 
 from flax_attn.models import GPT2, GPT2Config
+from flax_attn.modules.work import Work
 from flax_attn.plan import phases, report
 from flax_attn.plan.chips import CHIPS
 from flax_attn.plan.collectives import Collective
@@ -15,7 +16,6 @@ from flax_attn.plan.phases import Phase
 from flax_attn.plan.placement import Held, held, model_on
 from flax_attn.plan.plan import Plan, plan
 from flax_attn.plan.topology import topology
-from flax_attn.plan.work import Work
 
 KERNELS = 3 * (32 * 32 * 2 + 32 * 16 * 2 + 3 * 32 * 48)  # of the layers
 HEAD, NORMS = 32 * 56, 7 * 32

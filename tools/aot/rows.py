@@ -11,10 +11,10 @@ from typing import Any
 import jax
 from jaxtyping import Array
 
-from flax_attn.aot.target import Target
-from flax_attn.bench.aot.kernels import Kernel
-from flax_attn.bench.aot.program import Program, compile_for
 from flax_attn.bench.calls import ModelCall, with_gradients
+from tools.aot.compiled import CompiledCost, compile_for
+from tools.aot.devices import AbsentDevices
+from tools.aot.kernels import ComparedKernel
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,10 @@ class Row:
 
     call: str
     kernel: str
-    forward: Program
-    backward: Program | None = None
-    plain: tuple[Program, Program] | None = None
-    spread: Program | None = None
+    forward: CompiledCost
+    backward: CompiledCost | None = None
+    plain: tuple[CompiledCost, CompiledCost] | None = None
+    spread: CompiledCost | None = None
 
     @property
     def reason(self) -> str:
@@ -47,42 +47,49 @@ class Row:
         assert self.backward is not None
         if self.backward.reason:
             return f"backward: {self.backward.reason}"
-        return (
-            f"several devices: {self.spread.reason}" if self.spread and self.spread.reason else ""
-        )
+        if self.spread and self.spread.reason:
+            return f"several devices: {self.spread.reason}"
+        return ""
 
 
 def rows(
-    target: Target, calls: Sequence[ModelCall], kernels: Sequence[Kernel], workers: int
+    target: AbsentDevices,
+    calls: Sequence[ModelCall],
+    kernels: Sequence[ComparedKernel],
+    workers: int,
 ) -> Iterator[Row]:
     """Compile every call with every kernel, so many at a time; the rows come in order."""
+    # Compiling leaves Python's lock to others.
     with ThreadPoolExecutor(workers) as pool:
         yield from pool.map(lambda pair: row(target, *pair), product(calls, kernels))
 
 
-def row(target: Target, call: ModelCall, kernel: Kernel) -> Row:
+def row(target: AbsentDevices, call: ModelCall, kernel: ComparedKernel) -> Row:
     """Compile one call with one kernel."""
-    found = Row(call.name, kernel.name, _forward(target, call, kernel.ours))
-    if found.forward.reason:
+    # What does not compile is not asked for more: the reason would be the same.
+    forward = _forward(target, call, kernel.ours)
+    found = Row(call.name, kernel.name, forward)
+    if forward.reason:
         return found
-    found = replace(found, backward=_backward(target, call, kernel.ours))
+    backward = _backward(target, call, kernel.ours)
+    found = replace(found, backward=backward)
     if kernel.plain:
-        found = replace(
-            found,
-            plain=(_forward(target, call, kernel.plain), _backward(target, call, kernel.plain)),
-        )
-    if found.backward is None or found.backward.reason:
+        plain_forward = _forward(target, call, kernel.plain)
+        plain_backward = _backward(target, call, kernel.plain)
+        found = replace(found, plain=(plain_forward, plain_backward))
+    if backward.reason:
         return found
-    return replace(found, spread=_backward(target, call, kernel.ours, len(target.devices)))
+    spread = _backward(target, call, kernel.ours, len(target.devices))
+    return replace(found, spread=spread)
 
 
-def _forward(target: Target, call: ModelCall, attend: Callable[..., Array]) -> Program:
+def _forward(target: AbsentDevices, call: ModelCall, attend: Callable[..., Array]) -> CompiledCost:
     return compile_for(target, _function(call, attend), (call.arrays,), _batch(call))
 
 
 def _backward(
-    target: Target, call: ModelCall, attend: Callable[..., Array], devices: int = 1
-) -> Program:
+    target: AbsentDevices, call: ModelCall, attend: Callable[..., Array], devices: int = 1
+) -> CompiledCost:
     call = grown(call, devices)
     function = with_gradients(call, _function(call, attend))
     return compile_for(target, function, (call.arrays, call.cotangent), _batch(call), devices)
@@ -109,11 +116,15 @@ def grown(call: ModelCall, factor: int) -> ModelCall:
     """
     batch = _batch(call)
 
-    def grow(x: Any) -> jax.ShapeDtypeStruct:
-        rest = x.shape[1:] if x.shape[:1] == (batch,) else None
-        return x if rest is None else jax.ShapeDtypeStruct((batch * factor, *rest), x.dtype)
+    def grow(x: Any) -> Any:
+        if x.shape[:1] != (batch,):
+            return x
+        shape = (batch * factor, *x.shape[1:])
+        return jax.ShapeDtypeStruct(shape, x.dtype)
 
-    names = [name for name in ("query", "key", "value", "mask") if name in call.arrays]
-    return replace(
-        call, arrays=call.arrays | {name: jax.tree.map(grow, call.arrays[name]) for name in names}
-    )
+    # The bias, sinks and dropout key may have an axis as long as the batch that is another.
+    arrays = dict(call.arrays)
+    for name in ("query", "key", "value", "mask"):
+        if name in arrays:
+            arrays[name] = jax.tree.map(grow, arrays[name])
+    return replace(call, arrays=arrays)

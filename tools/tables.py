@@ -1,4 +1,8 @@
-"""`flax-attn docs`: write the generated tables of the docs, or check that they are current."""
+"""Write the generated tables of the documentation: python tools/tables.py [--check].
+
+These are the tables of variants, faults and backends. With `--check` nothing is written, and it
+exits with 1 if a file is out of date.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +14,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from flax_attn.cli import common
+from flax_attn.backends.registry import markdown_table
 from flax_attn.convert.replacing import replacing
+from flax_attn.proof.faults import FAULTS, mesh
+from flax_attn.proof.variants import VARIANTS
 
-NOTE = "<!-- Written by `flax-attn docs`. Do not edit. -->\n"
-BEGIN, END = "<!-- flax-attn docs: begin -->\n", "<!-- flax-attn docs: end -->\n"
+DOCS = Path(__file__).parents[1] / "docs"
+NOTE = "<!-- Written by tools/tables.py. Do not edit. -->\n"
+BEGIN, END = "<!-- tools/tables.py: begin -->\n", "<!-- tools/tables.py: end -->\n"
 
 
 class VariantRow(NamedTuple):
@@ -33,61 +40,43 @@ class FaultRow(NamedTuple):
     check: str
 
 
-def add(commands: Any) -> None:
-    """Add the command."""
-    docs = commands.add_parser(
-        "docs",
-        help="write the generated tables of the documentation",
-        description=(
-            "Write the tables of variants, faults and backends into the documentation of a clone."
-        ),
-    )
-    docs.add_argument(
-        "--check",
-        action="store_true",
-        help="write nothing, and exit with 1 if a file is out of date",
-    )
-    docs.add_argument(
-        "--folder", default="docs", metavar="DIR", help="of the documentation (default docs)"
-    )
-    docs.set_defaults(run=_docs)
-
-
-def _docs(options: argparse.Namespace) -> int:
-    folder = Path(options.folder)
-    if not (folder / "backends.md").is_file():
-        raise common.UsageError(
-            f"--folder must hold the documentation of a clone; got {folder} without backends.md"
-        )
-    pages = dict(_pages(folder))
-    outdated = [
-        path
-        for path, text in pages.items()
-        if not path.is_file() or path.read_text("utf-8") != text
-    ]
-    for path in outdated:
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write what is out of date, or name it, and return the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing, only compare")
+    parser.add_argument("--folder", type=Path, default=DOCS, help="folder of the documentation")
+    options = parser.parse_args(arguments)
+    # All pages are made before the first is written: half of them would be worse than none.
+    outdated = {}
+    for path, text in pages(options.folder):
+        if not path.is_file() or path.read_text("utf-8") != text:
+            outdated[path] = text
+    for path, text in outdated.items():
         if options.check:
-            print(
-                f"flax-attn: {path} is out of date. Run `flax-attn docs` and commit the result",
-                file=sys.stderr,
-            )
+            print(f"{path} is out of date. Run `make tables` and commit it", file=sys.stderr)
         else:
             with replacing(path) as whole:
-                whole.write_text(pages[path], encoding="utf-8")
+                whole.write_text(text, encoding="utf-8")
             print(f"wrote {path}")
     return 1 if options.check and outdated else 0
 
 
-def _pages(folder: Path) -> Iterator[tuple[Path, str]]:
-    from flax_attn.backends.registry import markdown_table
+def pages(folder: Path) -> Iterator[tuple[Path, str]]:
+    """Yield the path and the text of each page that has a generated table.
 
+    Raises:
+        SystemExit: if the folder has no page of backends, or there is no place for a table on it.
+    """
+    path = folder / "backends.md"
+    if not path.is_file():
+        sys.exit(f"{folder} has no backends.md. Pass the folder of the documentation as --folder")
+    try:
+        backends = between_markers(path.read_text("utf-8"), markdown_table())
+    except ValueError as error:
+        sys.exit(f"{path}: {error}")
     yield folder / "variants.md", variants_page(_variants())
     yield folder / "faults.md", faults_page(_faults(), _mesh_faults())
-    path = folder / "backends.md"
-    try:
-        yield path, between_markers(path.read_text("utf-8"), markdown_table())
-    except ValueError as error:
-        raise common.UsageError(f"{path}: {error}") from None
+    yield path, backends
 
 
 def variants_page(rows: Sequence[VariantRow]) -> str:
@@ -139,6 +128,7 @@ def markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
         | --- | --- |
         | a\|b | 2 |
     """
+    # A bar in a cell would end it.
     escaped = ([cell.replace("|", "\\|") for cell in row] for row in rows)
     lines = (columns, ["---"] * len(columns), *escaped)
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
@@ -195,30 +185,33 @@ def _value(value: Any) -> str:
 
 
 def _variants() -> list[VariantRow]:
-    from flax_attn.proof.variants import VARIANTS
+    # The functions of a row are called with a package that writes down what is asked of it.
+    written = Written()
+    rows = []
+    for variant in VARIANTS:
+        built, call = variant.make(written), _options(variant.call(written))
+        rows.append(VariantRow(f"`{variant.name}`", f"`{built}`", call))
+    return rows
 
-    p = Written()
-    return [VariantRow(f"`{v.name}`", f"`{v.make(p)}`", _call(v.call(p))) for v in VARIANTS]
 
-
-def _call(options: Mapping[str, Any]) -> str:
-    return (
-        f"`{', '.join(f'{name}={_value(value)}' for name, value in options.items())}`"
-        if options
-        else ""
-    )
+def _options(options: Mapping[str, Any]) -> str:
+    # A call without options is shown as nothing, and no pair of empty quotes.
+    if not options:
+        return ""
+    return f"`{', '.join(f'{name}={_value(value)}' for name, value in options.items())}`"
 
 
 def _faults() -> list[FaultRow]:
-    from flax_attn.proof.faults import FAULTS
-
-    return [
-        FaultRow(fault.what.removesuffix("."), f"`{fault.variant.name}`", fault.check)
-        for fault in FAULTS
-    ]
+    rows = []
+    for fault in FAULTS:
+        what = fault.what.removesuffix(".")
+        rows.append(FaultRow(what, f"`{fault.variant.name}`", fault.check))
+    return rows
 
 
 def _mesh_faults() -> list[tuple[str, str]]:
-    from flax_attn.proof.faults.mesh import FAULTS
+    return [(x.what.removesuffix("."), ", ".join(sorted(x.wrong))) for x in mesh.FAULTS]
 
-    return [(fault.what.removesuffix("."), ", ".join(sorted(fault.wrong))) for fault in FAULTS]
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,10 +1,10 @@
 import pytest
 
-from flax_attn.cli import docs, main
 from flax_attn.proof.faults import FAULTS, mesh
 from flax_attn.proof.variants import VARIANTS
+from tools import tables
 
-PAGE = f"# Backends\n\n{docs.BEGIN}an old table\n{docs.END}\nThe rest.\n"
+PAGE = f"# Backends\n\n{tables.BEGIN}an old table\n{tables.END}\nThe rest.\n"
 
 
 @pytest.fixture
@@ -14,7 +14,7 @@ def folder(tmp_path):
 
 
 def run(folder, *options):
-    return main(["docs", "--folder", str(folder), *options])
+    return tables.main(["--folder", str(folder), *options])
 
 
 def test_pages_hold_every_row(folder):
@@ -24,8 +24,8 @@ def test_pages_hold_every_row(folder):
     assert all(f"| `{fault.variant.name}` | {fault.check} |\n" in faults for fault in FAULTS)
     assert faults.count("\n| ") == len(FAULTS) + 2 + len(mesh.FAULTS) + 2
     backends = (folder / "backends.md").read_text()
-    assert backends.startswith(f"# Backends\n\n{docs.BEGIN}\n| backend |")
-    assert backends.endswith(f"\n{docs.END}\nThe rest.\n")
+    assert backends.startswith(f"# Backends\n\n{tables.BEGIN}\n| backend |")
+    assert backends.endswith(f"\n{tables.END}\nThe rest.\n")
     assert "an old table" not in backends
 
 
@@ -47,33 +47,29 @@ def test_check_names_what_is_out_of_date_and_writes_nothing(folder, capsys):
     with (folder / "faults.md").open("a") as file:
         file.write("by hand\n")
     assert run(folder, "--check") == 1
-    error = (
-        f"flax-attn: {folder / 'faults.md'} is out of date. Run `flax-attn docs` and commit the"
-        " result\n"
-    )
+    error = f"{folder / 'faults.md'} is out of date. Run `make tables` and commit it\n"
     assert capsys.readouterr().err == error
 
 
-def test_another_folder_is_bad_usage(tmp_path, capsys):
-    assert run(tmp_path) == 2
-    assert "--folder must hold the documentation of a clone" in capsys.readouterr().err
+def test_another_folder_is_refused(tmp_path):
+    with pytest.raises(SystemExit, match=r"has no backends\.md\. Pass the folder"):
+        run(tmp_path)
 
 
-@pytest.mark.parametrize("page", ["no markers", docs.BEGIN, docs.END, PAGE + PAGE])
-def test_missing_or_repeated_markers_are_bad_usage(page, folder, capsys):
+@pytest.mark.parametrize("page", ["no markers", tables.BEGIN, tables.END, PAGE + PAGE])
+def test_missing_or_repeated_markers_are_refused_before_anything_is_written(page, folder):
     (folder / "backends.md").write_text(page)
-    assert run(folder) == 2
-    assert (
-        "must stand between one line <!-- flax-attn docs: begin --> and one line"
-        in capsys.readouterr().err
-    )
+    line = "must stand between one line <!-- tools/tables.py: begin --> and one line"
+    with pytest.raises(SystemExit, match=line):
+        run(folder)
+    assert [path.name for path in folder.iterdir()] == ["backends.md"]
 
 
-@pytest.mark.parametrize("page", ["no markers", docs.BEGIN, docs.END, PAGE + PAGE])
+@pytest.mark.parametrize("page", ["no markers", tables.BEGIN, tables.END, PAGE + PAGE])
 def test_a_table_goes_between_two_markers(page):
     with pytest.raises(ValueError, match="must stand between one line"):
-        docs.between_markers(page, "table")
+        tables.between_markers(page, "table")
     assert (
-        docs.between_markers(PAGE, "new")
-        == f"# Backends\n\n{docs.BEGIN}\nnew\n\n{docs.END}\nThe rest.\n"
+        tables.between_markers(PAGE, "new")
+        == f"# Backends\n\n{tables.BEGIN}\nnew\n\n{tables.END}\nThe rest.\n"
     )

@@ -1,7 +1,12 @@
-"""What a start costs: processes of their own load a checkpoint, make tokens, and end."""
+"""Measure what a start costs, ours and transformers': python tools/startup.py [--quick].
+
+Processes of their own load a checkpoint of GPT-2 small with random weights, make tokens, and end.
+`--quick` takes a small model.
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -11,6 +16,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
 
+from rich.console import Console
+
+from flax_attn.bench import models, tasks
 from flax_attn.bench.tasks import TaskResult
 
 PROMPT, NEW = 128, 64
@@ -67,28 +75,27 @@ model.generate(torch.arange(prompt)[None], attention_mask=torch.ones(1, prompt),
 
 def measure(folder: str) -> Iterator[TaskResult]:
     """Measure our first and second start and that of transformers, from process to last token."""
+    # A start is disturbed by whatever else the machine does: the best of each figure counts.
     rounds = [_round(folder) for _ in range(ROUNDS)]
-    ours = {
-        name: least_disturbed([one[name] for one in rounds]) for name in ("cold", "second start")
-    }
-    theirs, cold = least_disturbed([one["theirs"] for one in rounds]), ours["cold"]
+    cold = least_disturbed([one["cold"] for one in rounds])
+    second = least_disturbed([one["second start"] for one in rounds])
+    theirs = least_disturbed([one["theirs"] for one in rounds])
     yield TaskResult("load", "s", cold["load"], theirs["load"])
-    for name, one in ours.items():
-        note = (
-            f"{one['compile']:.1f} s of it compile"
-            if name == "cold"
-            else "programs are loaded from JAX's cache"
-        )
-        yield TaskResult(
-            f"first token, {name}", "s", one["first"], theirs["first"], one["compile"], note
-        )
+    notes = {
+        "cold": f"{cold['compile']:.1f} s of it compile",
+        "second start": "programs are loaded from JAX's cache",
+    }
+    for name, ours in {"cold": cold, "second start": second}.items():
+        task = f"first token, {name}"
+        first = theirs["first"]
+        yield TaskResult(task, "s", ours["first"], first, ours["compile"], notes[name])
     yield TaskResult("rate after the second token", "tokens/s", cold["rate"], theirs["rate"])
+    # Only Linux tells the peak of a process.
     if cold["peak"]:
         weights = sum(path.stat().st_size for path in Path(folder).glob("*.safetensors")) / 2**30
         note = f"the weights are {weights:.2f} GiB"
-        yield TaskResult(
-            "load and generate", "GiB at peak", cold["peak"], theirs["peak"], note=note
-        )
+        peaks = cold["peak"], theirs["peak"]
+        yield TaskResult("load and generate", "GiB at peak", *peaks, note=note)
 
 
 def least_disturbed(runs: Sequence[dict[str, float]]) -> dict[str, float]:
@@ -102,26 +109,30 @@ def least_disturbed(runs: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 def _round(folder: str) -> dict[str, dict[str, float]]:
+    # The cache is new in each round, so that the first start in it is a cold one.
     with TemporaryDirectory() as cache:
-        ours = {name: _run(_OURS, folder, cache) for name in ("cold", "second start")}
-    return {**ours, "theirs": _run(_THEIRS, folder, "")}
+        cold = _run(_OURS, folder, cache)
+        second = _run(_OURS, folder, cache)
+    return {"cold": cold, "second start": second, "theirs": _run(_THEIRS, folder, "")}
 
 
 def _run(code: str, folder: str, cache: str) -> dict[str, float]:
-    """Return what a process measured, and after how many seconds its first token was there."""
+    """Return what a process measured, and after how many seconds its first token was there.
+
+    Raises:
+        RuntimeError: if the process fails.
+    """
     start = time.perf_counter()
-    command = [
-        sys.executable,
-        "-c",
-        f"folder, prompt, new = {folder!r}, {PROMPT}, {NEW}\n{code}{_TAIL}",
-    ]
+    settings = f"folder, prompt, new = {folder!r}, {PROMPT}, {NEW}"
+    command = [sys.executable, "-c", f"{settings}\n{code}{_TAIL}"]
     # Errors go to a file: a pipe that nobody reads while the other one is waited for could fill up.
     with TemporaryFile("w+") as errors:
         process = subprocess.Popen(
             command, env=_environment(cache), text=True, stdout=subprocess.PIPE, stderr=errors
         )
         with process:
-            first = process.stdout.readline()  # pyright: ignore[reportOptionalMemberAccess]
+            assert process.stdout is not None, "it is a pipe"
+            first = process.stdout.readline()
             seconds = time.perf_counter() - start
             rest, _ = process.communicate()
         errors.seek(0)
@@ -133,9 +144,27 @@ def _run(code: str, folder: str, cache: str) -> dict[str, float]:
 
 
 def _environment(cache: str) -> dict[str, str]:
+    # Every program is kept, however soon it was compiled, and nothing is asked of a server.
     own = {
         "JAX_COMPILATION_CACHE_DIR": cache,
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "HF_HUB_OFFLINE": "1",
     }
     return {**os.environ, **own}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Print a table of the starts."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="take a model of two narrow layers")
+    options = parser.parse_args(arguments)
+    with TemporaryDirectory() as folder:
+        # Random weights are loaded as trained ones are.
+        models.make_checkpoint(models.config(options.quick), folder)
+        found = list(measure(folder))
+    width = None if sys.stdout.isatty() else 150
+    Console(width=width).print(tasks.table(found, "Starts of GPT-2 small in float32"))
+
+
+if __name__ == "__main__":
+    main()

@@ -20,7 +20,7 @@ from flax_attn.functional.mask_parts import Lengths
 
 
 @dataclass(frozen=True)
-class Kernel:
+class ComparedKernel:
     """One way to compute a call.
 
     Args:
@@ -35,7 +35,7 @@ class Kernel:
     plain: Callable[..., Array] | None = None
 
 
-def kernel(name: str) -> Kernel:
+def kernel(name: str) -> ComparedKernel:
     """Return a backend and the kernel that it wraps or rivals, by name.
 
     `"tokamax triton"` is one of two implementations.
@@ -45,14 +45,13 @@ def kernel(name: str) -> Kernel:
         True
     """
     backend, _, implementation = name.partition(" ")
-    ours = (
-        partial(_tokamax, implementation)
-        if implementation
-        else partial(dot_product_attention, backend=name)
-    )
+    if implementation:
+        ours = partial(_tokamax, implementation)
+    else:
+        ours = partial(dot_product_attention, backend=name)
     plain = {"cudnn": partial(_jax, "cudnn"), "reference": partial(_jax, "xla")}
     plain["tokamax"] = partial(_plain_tokamax, implementation or "mosaic_gpu")
-    return Kernel(name, ours, plain.get(backend))
+    return ComparedKernel(name, ours, plain.get(backend))
 
 
 def _tokamax(implementation: str, query, key, value, bias=None, mask=None, **options: Any) -> Array:
@@ -81,16 +80,26 @@ def _call(attend: Callable[..., Array], implementation: str, call: Call) -> Arra
 
 
 def _mask(call: Call) -> dict[str, Any]:
-    # As a user would write it: what has a name there, else one array.
-    (_, _, t, s), (left, right) = call.shape, sides(call)
-    if not is_band(replace(call, bias=None)) or (t != s and (left, right) != (None, None)):
-        block = call.mask.block(jnp.arange(t), jnp.arange(s))
-        return {"mask": jnp.broadcast_to(block, (*block.shape[:2], t, s))}
+    """Return the mask as a user would write it: what has a name there, else one array."""
+    _, _, t, s = call.shape
+    left, right = sides(call)
+    # At t != s the named sides mean other keys there than our offset does.
+    moved = t != s and (left, right) != (None, None)
+    if moved or not is_band(replace(call, bias=None)):
+        return {"mask": _whole(call, t, s)}
     options: dict[str, Any] = {"is_causal": right == 0}
+    # An open side of a window is written as one that reaches to the end.
     if left is not None:
         options["local_window_size"] = (left, s if right is None else right)
     if has_lengths(call):
-        options["key_value_seq_lengths"] = next(
-            x.key for x in call.mask.parts if isinstance(x, Lengths)
-        )
+        options["key_value_seq_lengths"] = _key_lengths(call)
     return options
+
+
+def _whole(call: Call, t: int, s: int) -> Array:
+    block = call.mask.block(jnp.arange(t), jnp.arange(s))
+    return jnp.broadcast_to(block, (*block.shape[:2], t, s))
+
+
+def _key_lengths(call: Call) -> Any:
+    return next(part.key for part in call.mask.parts if isinstance(part, Lengths))

@@ -8,21 +8,23 @@ import jax.numpy as jnp
 import pytest
 from jax import ShapeDtypeStruct
 from rich.console import Console
+from rich.table import Table
 
 from flax_attn import Mask
 from flax_attn.aot import gpu
-from flax_attn.aot.target import Target
-from flax_attn.bench.aot import gpu as of_gpu
-from flax_attn.bench.aot import report, rows
-from flax_attn.bench.aot.kernels import Kernel, kernel
-from flax_attn.bench.aot.program import Program, collectives, compile_for
-from flax_attn.bench.aot.rows import Row, grown, row
 from flax_attn.bench.calls import MODEL_CALLS, ModelCall
+from tools.aot import gpu as of_gpu
+from tools.aot import report, rows
+from tools.aot.__main__ import main
+from tools.aot.compiled import CompiledCost, collectives, compile_for
+from tools.aot.devices import AbsentDevices
+from tools.aot.kernels import ComparedKernel, kernel
+from tools.aot.rows import Row, grown, row
 
 pytestmark = pytest.mark.usefixtures("no_shape_checks")
 
 MIB = 2**20
-HERE = Target("abacus", jax.devices()[:1], 2**30)
+HERE = AbsentDevices("abacus", jax.devices()[:1], 2**30)
 
 
 def call(mask=None, t=6, s=8, **arrays):
@@ -44,7 +46,7 @@ def test_a_program_says_what_it_takes():
 
 
 def test_a_program_that_does_not_compile_says_why_in_one_line():
-    assert compile_for(HERE, refuse, (), 1) == Program(reason="not today")
+    assert compile_for(HERE, refuse, (), 1) == CompiledCost(reason="not today")
 
 
 def test_collectives_in_loops_and_branches_are_told_apart():
@@ -86,7 +88,8 @@ def test_more_batches_are_the_same_call(one):
 
 def test_a_row_is_compiled_both_ways_beside_the_plain_kernel():
     mask = jax.eval_shape(lambda rows: Mask.lengths(key=rows), ShapeDtypeStruct((2,), jnp.int32))
-    found = row(HERE, call(mask), Kernel("x", kernel("reference").ours, kernel("reference").plain))
+    reference = kernel("reference")
+    found = row(HERE, call(mask), ComparedKernel("x", reference.ours, reference.plain))
     assert found.plain is not None
     assert found.backward is not None
     assert found.spread is not None
@@ -110,17 +113,21 @@ def test_a_row_says_what_does_not_compile(failing, reason, monkeypatch):
 
     def compile_for(target, function, arguments, batch, devices=1):
         asked.append((0, len(arguments) == 2, devices))
-        return Program(reason="not today") if asked[-1] == failing else Program(1, 1, 1)
+        return CompiledCost(reason="not today") if asked[-1] == failing else CompiledCost(1, 1, 1)
 
     monkeypatch.setattr(rows, "compile_for", compile_for)
-    found = row(Target("x", range(8), 1), call(), Kernel("x", kernel("reference").ours, None))
+    compared = ComparedKernel("x", kernel("reference").ours, None)
+    found = row(AbsentDevices("x", range(8), 1), call(), compared)
     assert found.reason == reason
     assert asked[-1] == (failing or (0, True, 8))
 
 
 def test_rows_come_in_order(monkeypatch):
     monkeypatch.setattr(rows, "row", lambda target, call, kernel: (call.name, kernel.name))
-    calls, kernels = [ModelCall(name, {}) for name in "ab"], [Kernel(name, refuse) for name in "xy"]
+    calls, kernels = (
+        [ModelCall(name, {}) for name in "ab"],
+        [ComparedKernel(name, refuse) for name in "xy"],
+    )
     found = list(rows.rows(HERE, calls, kernels, workers=3))
     assert found == [("a", "x"), ("a", "y"), ("b", "x"), ("b", "y")]
 
@@ -128,20 +135,20 @@ def test_rows_come_in_order(monkeypatch):
 def shown(*found):
     console = Console(width=150)
     with console.capture() as capture:
-        console.print(report.table(Target("H1", range(8), 100 * MIB), found))
+        console.print(report.table(AbsentDevices("H1", range(8), 100 * MIB), found))
     return capture.get()
 
 
 def test_the_table_shows_temporaries_beside_the_plain_ones():
     both, collected = (
-        Program(MIB, MIB, 8 * MIB, seconds=3),
-        Program(MIB, MIB, 9 * MIB, {"all-reduce": 2, "all-gather": 1}),
+        CompiledCost(MIB, MIB, 8 * MIB, seconds=3),
+        CompiledCost(MIB, MIB, 9 * MIB, {"all-reduce": 2, "all-gather": 1}),
     )
-    plain = (Program(0, 0, MIB), Program(reason="odd"))
+    plain = (CompiledCost(0, 0, MIB), CompiledCost(reason="odd"))
     text = shown(
-        Row("small", "cudnn", Program(MIB, MIB, 4 * MIB, seconds=2), both, plain, collected),
-        Row("small", "reference", Program(reason="not today")),
-        Row("large", "reference", both, Program(reason="too large")),
+        Row("small", "cudnn", CompiledCost(MIB, MIB, 4 * MIB, seconds=2), both, plain, collected),
+        Row("small", "reference", CompiledCost(reason="not today")),
+        Row("large", "reference", both, CompiledCost(reason="too large")),
     )
     lines = [
         re.split(r"\s*│\s*", line.strip("│ ")) for line in text.splitlines() if line.startswith("│")
@@ -218,7 +225,7 @@ def test_the_description_is_of_an_h200_and_the_quick_calls_are_of_the_list(monke
 
 def test_what_is_missing_is_named(monkeypatch):
     monkeypatch.setattr(gpu, "_installed", lambda name: name != "tokamax")
-    with pytest.raises(ImportError, match="needs tokamax, not a GPU: make gpu"):
+    with pytest.raises(ImportError, match=r"needs tokamax, not a GPU, .* pip install 'flax-attn"):
         next(of_gpu.targets())
 
 
@@ -250,3 +257,25 @@ print(loaded[0].cuLibraryLoadData(), loaded[0].cuLaunchKernelEx())
 """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.split() == ["3", "3"]
+
+
+@pytest.mark.parametrize(
+    ("platform", "module", "message"),
+    [
+        ("tpu", "flax_attn.aot.tpu", r"pip install 'flax-attn\[tpu\]'"),
+        ("gpu", "flax_attn.aot.gpu", "needs jax_cuda13_plugin, tokamax, nvidia.cudnn, nvidia.cu13"),
+    ],
+)
+def test_the_command_says_what_to_install_in_one_line(platform, module, message, monkeypatch):
+    monkeypatch.setattr(f"{module}.find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match=message):
+        main([platform])
+
+
+def test_the_command_prints_a_table_for_each_device(monkeypatch, capsys):
+    monkeypatch.setattr(
+        "tools.aot.__main__.tables",
+        lambda platform, quick: [Table("a table", title=f"{platform} {quick}")],
+    )
+    main(["gpu", "--quick"])
+    assert "gpu True" in capsys.readouterr().out

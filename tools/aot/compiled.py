@@ -11,8 +11,9 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from flax_attn.aot.target import Target
+from tools.aot.devices import AbsentDevices
 
 _COLLECTIVE = re.compile(
     r" (all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute)(?:-start)?\("
@@ -20,7 +21,7 @@ _COLLECTIVE = re.compile(
 
 
 @dataclass(frozen=True)
-class Program:
+class CompiledCost:
     """The bytes that a program takes on one device; only `reason` is set if it does not compile.
 
     Args:
@@ -47,22 +48,29 @@ class Program:
 
 
 def compile_for(
-    target: Target, function: Callable, arguments: tuple, batch: int, devices: int = 1
-) -> Program:
+    target: AbsentDevices, function: Callable, arguments: tuple, batch: int, devices: int = 1
+) -> CompiledCost:
     """Return the cost of `function(*arguments)`, or why it fails; arguments as for `compiled`."""
+    # Tracing counts: it is what a user waits for.
     start = time.perf_counter()
     try:
         program = compiled(target, function, arguments, batch, devices)
     except Exception as error:  # of any library on the way: the reason is what is asked for
-        return Program(reason=first_line(error))
-    seconds, memory = time.perf_counter() - start, program.memory_analysis()
+        return CompiledCost(reason=first_line(error))
+    seconds = time.perf_counter() - start
+    memory = program.memory_analysis()
     assert memory is not None, "XLA reports memory for TPU and for GPU"
-    sizes = (memory.argument_size_in_bytes, memory.output_size_in_bytes, memory.temp_size_in_bytes)
-    return Program(*sizes, collectives(program.as_text() or ""), seconds)
+    return CompiledCost(
+        arguments=memory.argument_size_in_bytes,
+        outputs=memory.output_size_in_bytes,
+        temporaries=memory.temp_size_in_bytes,
+        collectives=collectives(program.as_text() or ""),
+        seconds=seconds,
+    )
 
 
 def compiled(
-    target: Target, function: Callable, arguments: tuple, batch: int, devices: int = 1
+    target: AbsentDevices, function: Callable, arguments: tuple, batch: int, devices: int = 1
 ) -> jax.stages.Compiled:
     """Return `function(*arguments)` compiled for several devices, which share the batch.
 
@@ -74,27 +82,26 @@ def compiled(
             device.
         devices: number of devices.
     """
-    mesh = jax.sharding.Mesh(np.array(target.devices[:devices]), ("batch",))
-    split, whole = (
-        jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes))
-        for axes in (["batch"], [])
-    )
+    mesh = Mesh(np.array(target.devices[:devices]), ("batch",))
+    split = NamedSharding(mesh, PartitionSpec("batch"))
+    whole = NamedSharding(mesh, PartitionSpec())
 
     def place(x: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(
-            x.shape, x.dtype, sharding=split if x.shape[:1] == (batch,) else whole
-        )
+        sharding = split if x.shape[:1] == (batch,) else whole
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
+    placed = jax.tree.map(place, arguments)
     # The mesh tells `dot_product_attention` the platform.
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        return jax.jit(function).lower(*jax.tree.map(place, arguments)).compile()
+        return jax.jit(function).lower(*placed).compile()
 
 
 def first_line(error: Exception) -> str:
     """Return the first line of an error that says something."""
-    return next(
-        (line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__
-    )
+    for line in str(error).splitlines():
+        if line.strip():
+            return line.strip()
+    return type(error).__name__
 
 
 def collectives(text: str) -> dict[str, int]:
@@ -105,11 +112,14 @@ def collectives(text: str) -> dict[str, int]:
         >>> collectives(chr(10) + entry)
         {'all-reduce': 1}
     """
+    # What runs once is the entry; outside of it are the bodies of loops and branches.
     called, _, entry = text.partition("\nENTRY ")
     return dict(Counter(_kinds(entry, "")) + Counter(_kinds(called, " in loops")))
 
 
 def _kinds(text: str, where: str) -> Iterator[str]:
+    # XLA writes in the metadata of an instruction which of JAX's operations it comes from.
     for line in text.splitlines():
+        place = " in branches" if "/branch_" in line else where
         for kind in _COLLECTIVE.findall(line):
-            yield kind + (" in branches" if "/branch_" in line else where)
+            yield kind + place

@@ -3,8 +3,9 @@
 from collections.abc import Iterator
 
 from flax_attn.aot import gpu
-from flax_attn.aot.target import Target
 from flax_attn.bench.calls import MODEL_CALLS
+from flax_attn.plan.chips import CHIPS
+from tools.aot.devices import AbsentDevices
 
 CALLS = MODEL_CALLS
 KERNELS = ("decode", "reference", "cudnn", "blocked", "tokamax", "tokamax triton")
@@ -12,11 +13,12 @@ QUICK_CALLS = tuple(call for call in MODEL_CALLS if call.name.startswith(("BERT"
 QUICK_KERNELS = ("cudnn", "blocked", "tokamax")
 
 
-def targets() -> Iterator[Target]:
-    """Return eight H200 that share a host; compile for them before the next is asked for.
+def targets() -> Iterator[AbsentDevices]:
+    """Yield eight H200 that share a host; compile for them before the next is asked for.
 
     Raises:
         ImportError: if a package or a C compiler is not installed.
     """
-    with gpu.described() as target:
-        yield target
+    # JAX asks the devices for their capability while it compiles: so this stays open.
+    with gpu.described() as devices:
+        yield AbsentDevices("H200", devices, CHIPS["h200"].memory)

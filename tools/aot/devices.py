@@ -6,15 +6,15 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Target:
-    """Devices to compile for.
+class AbsentDevices:
+    """Devices that are described and not attached.
 
     Args:
         name: name of the device.
-        devices: devices, described and not attached.
+        devices: devices, as JAX describes them.
         memory: memory of one device, in bytes.
     """
 
     name: str
     devices: Sequence[Any]
-    memory: int
+    memory: int | None

@@ -1,0 +1,32 @@
+"""Print what attention takes on absent devices: python -m tools.aot {tpu,gpu} [--quick]."""
+
+import argparse
+import sys
+
+from rich.console import Console
+
+from tools.aot.report import tables
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Compile for the devices of a platform, and print a table for each.
+
+    Raises:
+        SystemExit: if something that this needs is not installed.
+    """
+    parser = argparse.ArgumentParser(prog="python -m tools.aot", description=__doc__)
+    parser.add_argument("platform", choices=("tpu", "gpu"), help="platform to compile for")
+    parser.add_argument("--quick", action="store_true", help="compile few calls: in a minute")
+    options = parser.parse_args(arguments)
+    # As wide as the tables need it, where there is no terminal.
+    console = Console(width=None if sys.stdout.isatty() else 150)
+    try:
+        # A table is printed as soon as its device is done: the next one takes minutes.
+        for table in tables(options.platform, options.quick):
+            console.print(table)
+    except ImportError as error:
+        sys.exit(str(error))
+
+
+if __name__ == "__main__":
+    main()
