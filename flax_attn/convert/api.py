@@ -70,11 +70,11 @@ def load_state_dict(
     """
     axes, own = axes_of(module, layout), tensors(module)
     ours = from_layout(weights, layout, own, axes=axes, prefix=prefix, what=type(module).__name__)
+    new = []
     # All are made before any is written, and as copies: asarray may share memory.
-    new = [
-        (variable, jnp.array(np.reshape(arrays, variable.shape), dtype=variable.dtype))
-        for variable, arrays in whole(own, ours)
-    ]
+    for variable, arrays in whole(own, ours):
+        array = np.reshape(arrays, variable.shape)
+        new.append((variable, jnp.array(array, dtype=variable.dtype)))
     for variable, array in new:
         variable[...] = array
 
@@ -111,13 +111,12 @@ def tensors(module: nnx.Module) -> dict[str, Tensor]:
 
 
 def _named(module: nnx.Module, kind: type[nnx.Variable]) -> dict[str, Tensor]:
-    names = naming(module)
-    return {
-        name: node if layer is None else LayerSlice(node, layer)
-        for path, node in nnx.iter_graph(module)
-        if isinstance(node, kind)
-        for name, layer in names(path).items()
-    }
+    names, found = naming(module), {}
+    for path, node in nnx.iter_graph(module):
+        if isinstance(node, kind):
+            for name, layer in names(path).items():
+                found[name] = node if layer is None else LayerSlice(node, layer)
+    return found
 
 
 def naming(module: nnx.Module) -> Callable[[tuple], dict[str, int | None]]:
@@ -126,15 +125,16 @@ def naming(module: nnx.Module) -> Callable[[tuple], dict[str, int | None]]:
     A node has one name, or one for each layer if layers are stacked. The value of a name is its
     layer.
     """
-    modules = dict(nnx.iter_modules(module))
-    sequences = {
-        path for path, submodule in modules.items() if isinstance(submodule, nnx.Sequential)
-    }
-    stacks = {
-        path: layers for path, submodule in modules.items() if (layers := stacked_layers(submodule))
-    }
+    sequences, stacks = set(), {}
+    for path, submodule in nnx.iter_modules(module):
+        if isinstance(submodule, nnx.Sequential):
+            sequences.add(path)
+        layers = stacked_layers(submodule)
+        if layers:
+            stacks[path] = layers
 
     def dotted(path: tuple, kept: tuple) -> str:
+        # Sequences are known by their paths in the module, where stacked layers are not apart.
         parts = [
             part for i, part in enumerate(path) if part != "layers" or kept[:i] not in sequences
         ]
@@ -158,12 +158,14 @@ def axes_of(module: nnx.Module, layout: LayoutLike) -> Axes:
             " module"
         )
     names, table = naming(module), as_layout(layout)
-    modules = {
-        name: submodule for path, submodule in nnx.iter_modules(module) for name in names(path)
-    }
+    modules = {}
+    for path, submodule in nnx.iter_modules(module):
+        modules |= dict.fromkeys(names(path), submodule)
     for where, submodule in modules.items():
-        if reason := table.refuse(submodule):
-            which = f"{where} ({type(submodule).__name__})" if where else type(submodule).__name__
+        reason = table.refuse(submodule)
+        if reason:
+            kind = type(submodule).__name__
+            which = f"{where} ({kind})" if where else kind
             raise ConversionError(
                 f"{which} cannot be stored in the layout {layout_name(layout)}: {reason}"
             )

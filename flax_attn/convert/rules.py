@@ -13,9 +13,8 @@ from einops import EinopsError, rearrange
 
 Shape = tuple[int, ...]
 Arrays = Mapping[str, np.ndarray]
-Axes = Callable[
-    [str], Mapping[str, int]
-]  # the sizes of einops axes that a shape alone does not give, at a prefix
+# The sizes of einops axes that a shape alone does not give, at a prefix.
+Axes = Callable[[str], Mapping[str, int]]
 
 
 class ConversionError(ValueError):
@@ -56,11 +55,10 @@ class Rule:
     beside: str = ""
 
     def __post_init__(self):
-        names = [
-            sorted(re.findall(r"{(\w+)}", name))
-            for name in (*self.ours, self.theirs, *([self.beside] if self.beside else []))
-        ]
-        if any(found != sorted(set(names[0])) for found in names):
+        names = [*self.ours, self.theirs, *filter(None, [self.beside])]
+        placeholders = [sorted(re.findall(r"{(\w+)}", name)) for name in names]
+        once = sorted(set(placeholders[0]))
+        if any(found != once for found in placeholders):
             raise ConversionError(
                 "a rule can be read both ways if each of its names has the same placeholders, each"
                 f" once; got {', '.join(self.ours)} and {self.theirs}"
@@ -106,13 +104,11 @@ class Entry:
 
     def join(self, arrays: Arrays) -> np.ndarray:
         """Return the entry made from our parameters, as an array of its own."""
-        parts = [
-            self._arrange(arrays[name], shape)
-            for name, shape in zip(self.ours, self.shapes, strict=True)
-        ]
+        shapes, axis = zip(self.ours, self.shapes, strict=True), self.rule.axis
+        parts = [self._arrange(arrays[name], shape) for name, shape in shapes]
         if self.rule.interleaved:
-            return np.stack(parts, self.rule.axis + 1).reshape(self.shape)
-        joined = np.concatenate(parts, self.rule.axis) if len(parts) > 1 else parts[0]
+            return np.stack(parts, axis + 1).reshape(self.shape)
+        joined = np.concatenate(parts, axis) if len(parts) > 1 else parts[0]
         return np.array(joined.reshape(self.shape), order="C")
 
     def split(self, array: np.ndarray) -> dict[str, np.ndarray]:
@@ -134,11 +130,9 @@ class Entry:
 
     def pieces(self, array: np.ndarray) -> dict[str, np.ndarray]:
         """Return what is stored of the entry, by its name."""
-        return (
-            dict(zip(self.tensors, array, strict=True))
-            if "*" in self.theirs
-            else {self.theirs: array}
-        )
+        if "*" not in self.theirs:
+            return {self.theirs: array}
+        return dict(zip(self.tensors, array, strict=True))
 
     def whole(self, stored: Mapping[str, np.ndarray]) -> np.ndarray:
         """Return the entry made from what is stored of it: the inverse of `pieces`."""
@@ -148,51 +142,55 @@ class Entry:
     @property
     def their_shapes(self) -> list[Shape]:
         """The shape of each part within the entry."""
-        one = np.empty((), bool)  # seen in any shape, it takes no more memory
+        # An element seen in any shape takes no more memory.
+        one = np.empty((), bool)
         return [self._arrange(np.broadcast_to(one, s), s).shape for s in self.shapes]
 
     @property
     def shape(self) -> Shape:
         """The shape of the entry."""
-        shapes, axis = self.their_shapes, self.rule.axis
-        if len(shapes) == 1 and not self.rule.grouped:
-            return shapes[0]
-        joined = (*shapes[0][:axis], sum(shape[axis] for shape in shapes), *shapes[0][axis + 1 :])
-        return (joined[0] * joined[1], *joined[2:]) if self.rule.grouped else joined
+        first, *others = self.their_shapes
+        if not others and not self.rule.grouped:
+            return first
+        joined = list(first)
+        for shape in others:
+            joined[self.rule.axis] += shape[self.rule.axis]
+        if self.rule.grouped:
+            joined[:2] = [joined[0] * joined[1]]
+        return tuple(joined)
 
     def fits_together(self) -> bool:
         """Whether the parts agree on all axes but the one they are joined along."""
-        rests = {
-            shape[: self.rule.axis] + shape[self.rule.axis + 1 :] for shape in self.their_shapes
-        }
+        axis = self.rule.axis
+        rests = {shape[:axis] + shape[axis + 1 :] for shape in self.their_shapes}
         return len(self.ours) == 1 or len(rests) == 1
 
     def _cut(self, array: np.ndarray) -> list[np.ndarray]:
+        axis, count = self.rule.axis, len(self.ours)
         if self.rule.grouped:
-            array = array.reshape(self.their_shapes[0][0], -1, *array.shape[1:])
-        if len(self.ours) == 1:
+            groups = self.their_shapes[0][0]
+            array = array.reshape(groups, -1, *array.shape[1:])
+        if count == 1:
             return [array]
         if self.rule.interleaved:
-            turns = np.moveaxis(array, self.rule.axis, 0)
-            return [
-                np.moveaxis(turns[i :: len(self.ours)], 0, self.rule.axis)
-                for i in range(len(self.ours))
-            ]
-        widths = [shape[self.rule.axis] for shape in self.their_shapes]
-        return np.split(array, np.cumsum(widths)[:-1], self.rule.axis)
+            # With the axis in front, each part is every so-many-th row.
+            rows = np.moveaxis(array, axis, 0)
+            return [np.moveaxis(rows[i::count], 0, axis) for i in range(count)]
+        widths = [shape[axis] for shape in self.their_shapes]
+        ends = np.cumsum(widths)
+        return np.split(array, ends[:-1], axis)
 
     def _arrange(self, array: np.ndarray, shape: Shape, back: bool = False) -> np.ndarray:
         """Bring a parameter of this shape to its place in the entry, or back."""
         if not self.rule.pattern:
             return array
         left, right = self.rule.pattern.split(" -> ")
-        sizes = {axis: size for axis, size in self.axes.items() if axis in re.findall(r"\w+", left)}
+        pattern = f"{right} -> {left}" if back else self.rule.pattern
+        # einops refuses sizes of axes that the pattern does not have.
+        known = re.findall(r"\w+", left)
+        sizes = {axis: size for axis, size in self.axes.items() if axis in known}
         try:
-            return rearrange(
-                array,
-                f"{right} -> {left}" if back else f"{left} -> {right}",
-                **sizes | _named(left, shape),
-            )
+            return rearrange(array, pattern, **sizes | _named(left, shape))
         except EinopsError as error:
             raise ConversionError(
                 f"{', '.join(self.ours)} of shape {array.shape} does not read as {left!r}. "
@@ -204,6 +202,7 @@ def _named(side: str, shape: Shape) -> dict[str, int]:
     """Return the sizes of the axes outside parentheses: all of `"i n h"`, only i of `"(n h) i"`."""
     axes = re.findall(r"\([^)]*\)|\S+", side)
     if "..." in axes:
+        # The axes after the ellipsis are counted from the end of the shape.
         at = axes.index("...")
         axes[at : at + 1] = ["..."] * (len(shape) - len(axes) + 1)
     return {axis: size for axis, size in zip(axes, shape, strict=False) if axis.isidentifier()}
@@ -235,13 +234,14 @@ def plan(
     """
     entries, free = apply_rules(shapes, layout.rules, axes)
     if free:
+        homeless = ", ".join(f"{name} {shape}" for name, shape in free.items())
         raise ConversionError(
-            f"this layout has no place for {', '.join(f'{n} {s}' for n, s in free.items())}. Rules"
-            " for some of the parameters go to convert.auto(flax_module, torch_module, rules=...),"
-            " which pairs the rest"
+            f"this layout has no place for {homeless}. Rules for some of the parameters go to"
+            " convert.auto(flax_module, torch_module, rules=...), which pairs the rest"
         )
     _check_distinct(entries)
-    return [replace(entry, trainable=not set(entry.ours) <= set(statistics)) for entry in entries]
+    fixed = set(statistics)
+    return [replace(entry, trainable=not fixed.issuperset(entry.ours)) for entry in entries]
 
 
 def apply_rules(
@@ -252,9 +252,11 @@ def apply_rules(
     for rule in rules:
         for name in list(free):
             entry = _apply(rule, name, free, shapes, axes)
-            if entry is not None and entry.fits_together():
-                entries.append(entry)
-                free = {name: shape for name, shape in free.items() if name not in entry.ours}
+            if entry is None or not entry.fits_together():
+                continue
+            entries.append(entry)
+            for own in set(entry.ours):
+                del free[own]
     return entries, free
 
 
@@ -264,14 +266,19 @@ def _apply(
     found = _expression(rule.ours[0]).fullmatch(name)
     if found is None:
         return None
-    prefix, parts = found[1] or "", found.groupdict()
-    ours = tuple(prefix + own.format(**parts) for own in rule.ours)
-    if not all(own in free for own in ours) or (
-        rule.beside and prefix + rule.beside.format(**parts) not in every
-    ):
+    prefix = found[1] or ""
+
+    def full(own: str) -> str:
+        return prefix + own.format(**found.groupdict())
+
+    ours = tuple(full(own) for own in rule.ours)
+    if any(own not in free for own in ours):
+        return None
+    # What the rule asks for beside its own may belong to another rule already.
+    if rule.beside and full(rule.beside) not in every:
         return None
     shapes = tuple(free[own] for own in ours)
-    return Entry(rule, ours, prefix + rule.theirs.format(**parts), shapes, _enclosing(name, axes))
+    return Entry(rule, ours, full(rule.theirs), shapes, _enclosing(name, axes))
 
 
 def _enclosing(name: str, axes: Axes) -> dict[str, int]:
@@ -286,17 +293,18 @@ def _enclosing(name: str, axes: Axes) -> dict[str, int]:
 @lru_cache
 def _expression(name: str) -> re.Pattern[str]:
     """Return the regular expression of a name: any prefix, the name, one part per placeholder."""
-    return re.compile(r"(.*\.)?" + re.sub(r"\\{(\w+)\\}", r"(?P<\1>[^.]+)", re.escape(name)))
+    # re.escape has put a backslash before each brace.
+    parts = re.sub(r"\\{(\w+)\\}", r"(?P<\1>[^.]+)", re.escape(name))
+    return re.compile(r"(.*\.)?" + parts)
 
 
 def _check_distinct(entries: list[Entry]) -> None:
     makers = defaultdict(list)
     for entry in entries:
         makers[entry.theirs].append(" and ".join(entry.ours))
-    clashes = [
-        f"{name} of {', and of '.join(ours)}" for name, ours in makers.items() if len(ours) > 1
-    ]
+    twice = {name: ours for name, ours in makers.items() if len(ours) > 1}
+    clashes = "; ".join(f"{name} of {', and of '.join(ours)}" for name, ours in twice.items())
     if clashes:
         raise ConversionError(
-            f"an entry is made once; this layout makes {'; '.join(clashes)}. Rename one in a Layout"
+            f"an entry is made once; this layout makes {clashes}. Rename one in a Layout"
         )
