@@ -68,7 +68,8 @@ def load_state_dict(
         >>> layer(jnp.ones(3))
         Array([3., 3.], dtype=float32)
     """
-    axes, own = axes_of(module, layout), tensors(module)
+    axes = axes_of(module, layout)
+    own = tensors(module)
     ours = from_layout(weights, layout, own, axes=axes, prefix=prefix, what=type(module).__name__)
     new = []
     # All are made before any is written, and as copies: asarray may share memory.
@@ -111,7 +112,8 @@ def tensors(module: nnx.Module) -> dict[str, Tensor]:
 
 
 def _named(module: nnx.Module, kind: type[nnx.Variable]) -> dict[str, Tensor]:
-    names, found = naming(module), {}
+    names = naming(module)
+    found = {}
     for path, node in nnx.iter_graph(module):
         if isinstance(node, kind):
             for name, layer in names(path).items():
@@ -125,7 +127,8 @@ def naming(module: nnx.Module) -> Callable[[tuple], dict[str, int | None]]:
     A node has one name, or one for each layer if layers are stacked. The value of a name is its
     layer.
     """
-    sequences, stacks = set(), {}
+    sequences = set()
+    stacks = {}
     for path, submodule in nnx.iter_modules(module):
         if isinstance(submodule, nnx.Sequential):
             sequences.add(path)
@@ -135,10 +138,11 @@ def naming(module: nnx.Module) -> Callable[[tuple], dict[str, int | None]]:
 
     def dotted(path: tuple, kept: tuple) -> str:
         # Sequences are known by their paths in the module, where stacked layers are not apart.
-        parts = [
-            part for i, part in enumerate(path) if part != "layers" or kept[:i] not in sequences
-        ]
-        return ".".join(map(str, parts))
+        parts = []
+        for i, part in enumerate(path):
+            if part != "layers" or kept[:i] not in sequences:
+                parts.append(str(part))
+        return ".".join(parts)
 
     def names(path: tuple) -> dict[str, int | None]:
         return {dotted(apart, path): layer for apart, layer in layers_of(path, stacks)}
@@ -157,7 +161,8 @@ def axes_of(module: nnx.Module, layout: LayoutLike) -> Axes:
             f"weights go into and out of NNX modules; got {type(module)}. Pass the Flax side as the"
             " module"
         )
-    names, table = naming(module), as_layout(layout)
+    names = naming(module)
+    table = as_layout(layout)
     modules = {}
     for path, submodule in nnx.iter_modules(module):
         modules |= dict.fromkeys(names(path), submodule)

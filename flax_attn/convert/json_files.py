@@ -5,7 +5,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-LIMIT = 100 * 10**6  # bytes, as of the headers of safetensors
+# In bytes, as the headers of safetensors have it.
+LIMIT = 100 * 10**6
 
 
 def read_object(path: Path, limit: int = LIMIT) -> dict[str, Any]:

@@ -25,13 +25,14 @@ def problems(entries: list[Entry], theirs: Shapes, layout: Layout) -> list[str]:
 
 def _differences(wanted: Shapes, got: Shapes, ignored: re.Pattern[str]) -> list[str]:
     missing = [name for name in wanted if name not in got]
-    wrong = [name for name in wanted if name in got and got[name] != wanted[name]]
     extra = [name for name in got if name not in wanted and not ignored.fullmatch(name)]
-    return [
-        *_unpaired("missing", missing, wanted, extra),
-        *_listed("mis-shaped", wrong, lambda name: f": expected {wanted[name]}, got {got[name]}"),
-        *_unpaired("unexpected", extra, got, missing),
-    ]
+    lines = _unpaired("missing", missing, wanted, extra) + _misshapen(wanted, got)
+    return lines + _unpaired("unexpected", extra, got, missing)
+
+
+def _misshapen(wanted: Shapes, got: Shapes) -> list[str]:
+    wrong = [name for name in wanted if name in got and got[name] != wanted[name]]
+    return _listed("mis-shaped", wrong, lambda name: f": expected {wanted[name]}, got {got[name]}")
 
 
 def _unpaired(kind: str, names: list[str], shapes: Shapes, others: list[str]) -> list[str]:
@@ -51,12 +52,13 @@ def _listed(kind: str, names: list[str], detail: Callable[[str], str]) -> list[s
 def _common_prefix(wanted: Shapes, theirs: Shapes) -> str:
     """Return the prefix under which every name is there, or "" if one is there without."""
     first = next(iter(wanted), "")
-    if any(name in theirs for name in wanted):
+    if not first or any(name in theirs for name in wanted):
         return ""
-    ends = [name for name in theirs if first and name.endswith("." + first)]
-    prefixes = [name.removesuffix(first) for name in ends]
-    whole = [prefix for prefix in prefixes if all(prefix + name in theirs for name in wanted)]
-    return whole[0] if whole else ""
+    ends = [name for name in theirs if name.endswith("." + first)]
+    for prefix in (name.removesuffix(first) for name in ends):
+        if all(prefix + name in theirs for name in wanted):
+            return prefix
+    return ""
 
 
 def _nearest(name: str, names: list[str]) -> str:

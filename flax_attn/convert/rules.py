@@ -55,7 +55,9 @@ class Rule:
     beside: str = ""
 
     def __post_init__(self):
-        names = [*self.ours, self.theirs, *filter(None, [self.beside])]
+        names = [*self.ours, self.theirs]
+        if self.beside:
+            names.append(self.beside)
         placeholders = [sorted(re.findall(r"{(\w+)}", name)) for name in names]
         once = sorted(set(placeholders[0]))
         if any(found != once for found in placeholders):
@@ -104,8 +106,9 @@ class Entry:
 
     def join(self, arrays: Arrays) -> np.ndarray:
         """Return the entry made from our parameters, as an array of its own."""
-        shapes, axis = zip(self.ours, self.shapes, strict=True), self.rule.axis
-        parts = [self._arrange(arrays[name], shape) for name, shape in shapes]
+        axis = self.rule.axis
+        named = zip(self.ours, self.shapes, strict=True)
+        parts = [self._arrange(arrays[name], shape) for name, shape in named]
         if self.rule.interleaved:
             return np.stack(parts, axis + 1).reshape(self.shape)
         joined = np.concatenate(parts, axis) if len(parts) > 1 else parts[0]
@@ -150,8 +153,6 @@ class Entry:
     def shape(self) -> Shape:
         """The shape of the entry."""
         first, *others = self.their_shapes
-        if not others and not self.rule.grouped:
-            return first
         joined = list(first)
         for shape in others:
             joined[self.rule.axis] += shape[self.rule.axis]
@@ -166,7 +167,8 @@ class Entry:
         return len(self.ours) == 1 or len(rests) == 1
 
     def _cut(self, array: np.ndarray) -> list[np.ndarray]:
-        axis, count = self.rule.axis, len(self.ours)
+        axis = self.rule.axis
+        count = len(self.ours)
         if self.rule.grouped:
             groups = self.their_shapes[0][0]
             array = array.reshape(groups, -1, *array.shape[1:])
@@ -175,10 +177,10 @@ class Entry:
         if self.rule.interleaved:
             # With the axis in front, each part is every so-many-th row.
             rows = np.moveaxis(array, axis, 0)
-            return [np.moveaxis(rows[i::count], 0, axis) for i in range(count)]
+            parts = [rows[i::count] for i in range(count)]
+            return [np.moveaxis(part, 0, axis) for part in parts]
         widths = [shape[axis] for shape in self.their_shapes]
-        ends = np.cumsum(widths)
-        return np.split(array, ends[:-1], axis)
+        return np.split(array, np.cumsum(widths)[:-1], axis)
 
     def _arrange(self, array: np.ndarray, shape: Shape, back: bool = False) -> np.ndarray:
         """Bring a parameter of this shape to its place in the entry, or back."""

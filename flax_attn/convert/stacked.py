@@ -85,14 +85,15 @@ def layers_of(path: tuple, stacks: Mapping[tuple, Layers]) -> Iterator[tuple[tup
         layers = stacks.get(path[:i])
         if part != _CHILD or not layers:
             continue
-        before, rest, child = path[:i], path[i + 1 :], 0
+        rest = path[i + 1 :]
+        child = 0
         if len(layers) > 1:
+            # The list of children itself has no name.
             if not rest:
-                # The list of children itself has no name.
                 return
             child, *rest = rest
         for place, layer in enumerate(layers[child]):
-            yield (*before, layer, *rest), place
+            yield (*path[:i], layer, *rest), place
         return
     yield path, None
 

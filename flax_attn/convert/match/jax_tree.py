@@ -39,7 +39,7 @@ def _grow(branch: Branch, path: tuple[str, ...], heads: bool = False) -> Group:
 
 def _branch(module: Any, without: Collection[str]) -> Branch:
     if isinstance(module, nnx.Module):
-        tensors = {**_known(parameters(module)), **_known(statistics(module), trainable=False)}
+        tensors = _known(parameters(module)) | _known(statistics(module), trainable=False)
         known = {key: tensor for key, tensor in tensors.items() if tensor.name not in without}
         return _of_nnx(module, known, set())
     if isinstance(module, linen.Module):
@@ -70,7 +70,8 @@ def _of_nnx(
     layers = stacked_layers(module)
     if layers:
         return _of_stacked(module, known, seen, layers)
-    tensors, branches = {}, {}
+    tensors = {}
+    branches = {}
     for name, value in _entries(module, _own_attributes):
         if isinstance(value, nnx.Variable):
             tensors[name] = known.get((id(value), layer))
@@ -123,13 +124,15 @@ def _of_linen(
     params: Mapping[str, Any], stats: Mapping[str, Any], prefix: str, without: Collection[str]
 ) -> Branch:
     """Return the branch of two trees of variables; their order is not that of construction."""
-    tensors, branches = {}, {}
+    tensors = {}
+    branches = {}
     for tree, trainable in ((params, True), (stats, False)):
         for name, value in tree.items():
             path = f"{prefix}{name}"
             if isinstance(value, Mapping):
-                inner = params.get(name, {}), stats.get(name, {})
-                branches[name] = _of_linen(*inner, f"{path}.", without)
+                own_params = params.get(name, {})
+                own_stats = stats.get(name, {})
+                branches[name] = _of_linen(own_params, own_stats, f"{path}.", without)
             elif path not in without:
                 tensors[name] = Tensor(path, jnp.shape(value), trainable)
     return Branch(None, tensors, branches, ordered=False)
@@ -137,19 +140,26 @@ def _of_linen(
 
 def _of_pytree(tree: Any, prefix: str, without: Collection[str]) -> Branch:
     """Return the branch of an Equinox module: its floating arrays are its parameters."""
-    tensors, branches, containers = {}, {}, (Mapping, list, tuple)
+    tensors = {}
+    branches = {}
     for name, value in _entries(tree, _fields):
         path = f"{prefix}{name}"
         if isinstance(value, jax.Array):
-            if jnp.issubdtype(value.dtype, jnp.floating) and path not in without:
+            floating = jnp.issubdtype(value.dtype, jnp.floating)
+            if floating and path not in without:
                 tensors[name] = Tensor(path, value.shape)
         elif name == "_fun":
             # The name that equinox's own transforms, such as filter_vmap, give the module inside.
             return _of_pytree(value, prefix, without)
-        elif is_dataclass(value) or isinstance(value, containers) or hasattr(value, "_fun"):
+        elif _holds_more(value):
             branches[name] = _of_pytree(value, f"{path}.", without)
     plain = isinstance(tree, Mapping)
     return Branch(None if plain else tree, tensors, branches, ordered=not plain)
+
+
+def _holds_more(value: Any) -> bool:
+    known = is_dataclass(value) or isinstance(value, Mapping | list | tuple)
+    return known or hasattr(value, "_fun")
 
 
 def _fields(tree: Any) -> Iterator[tuple[str, Any]]:

@@ -7,7 +7,7 @@ both sides is the same parameter, whatever their order.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from flax_attn.convert.match.tree import PARAMETER, Branch, Layer, Tensor, TensorPart
@@ -66,20 +66,20 @@ def _einsum(module: Any) -> Kind | None:
     """
     operands, _, output = module.einsum_str.replace(" ", "").partition("->")
     data, _, kernel = operands.partition(",")
-    sizes = {f"axis{axis}": size for axis, size in zip(kernel, module.kernel_shape, strict=False)}
-    inputs, outputs = _axes_among(sizes, data), _axes_among(sizes, output)
+    inputs = [axis for axis in data if axis in kernel]
+    outputs = [axis for axis in output if axis in kernel]
+    if sorted(inputs + outputs) != sorted(kernel):
+        return None
+    sizes = dict(zip(kernel, module.kernel_shape, strict=True))
     bias = getattr(module, "bias_shape", None)
     if bias and list(bias) != [sizes[axis] for axis in outputs]:
         return None
-    if sorted(inputs + outputs) != sorted(_axes_among(sizes, kernel)):
-        return None
-    return _contraction(_axes_among(sizes, kernel), inputs, outputs)
+    return _contraction(_axis_names(kernel), _axis_names(inputs), _axis_names(outputs))
 
 
-def _axes_among(sizes: Mapping[str, int], letters: str) -> list[str]:
+def _axis_names(letters: Iterable[str]) -> list[str]:
     # Longer names: a letter of an equation must not be taken for an axis of the layer itself.
-    names = [f"axis{letter}" for letter in letters]
-    return [name for name in names if name in sizes]
+    return [f"axis{letter}" for letter in letters]
 
 
 def _contraction(kernel: list[str], inputs: list[str], outputs: list[str]) -> Kind:
@@ -159,29 +159,32 @@ def own_layers(branch: Branch, path: tuple[str, ...], heads: bool = False) -> li
         path: path of the module, as attributes from the root.
         heads: whether the module is a projection of a Linen attention layer.
     """
-    module = branch.module
-    if module is None:
+    if branch.module is None:
         kind = _kind_by_parameters(branch.tensors, path, heads)
     else:
-        kind = _kind_by_class(module) or _kind_of_own_class(branch)
+        kind = _kind_by_class(branch.module) or _kind_of_own_class(branch)
     if kind is None:
-        unknown = module is not None and UNKNOWN.intersection(class_names(module))
-        return _singles(branch.tensors, path, _class_name(branch) if unknown else PARAMETER)
+        unknown = UNKNOWN.intersection(class_names(branch.module))
+        name = _class_name(branch) if unknown else PARAMETER
+        return _singles(branch.tensors, path, name)
     parts = _parts(branch.tensors, kind)
     # One axis too many is that of layers stacked along it.
-    if None in parts.values():
+    if parts is None:
         return _singles(branch.tensors, path, f"stacked {kind.name}")
     rest = {name: t for name, t in branch.tensors.items() if name not in kind.roles}
     layers = [Layer(kind.name, path, parts)] if parts else []
     return layers + _singles(rest, path, PARAMETER)
 
 
-def _parts(tensors: Mapping[str, Tensor], kind: Kind) -> dict[str, Any]:
-    """Return the tensors in the roles of a layer; None for one that has other axes."""
+def _parts(tensors: Mapping[str, Tensor], kind: Kind) -> dict[str, TensorPart] | None:
+    """Return the tensors in the roles of a layer, or None if one has other axes."""
     parts = {}
     for name, (role, axes) in kind.roles.items():
         if name in tensors:
-            parts[role] = _part(tensors[name], axes, kind)
+            part = _part(tensors[name], axes, kind)
+            if part is None:
+                return None
+            parts[role] = part
     return parts
 
 
@@ -237,11 +240,10 @@ def _kind_by_parameters(
     """Return the kind of a module of Linen, from the names and ranks of its parameters alone."""
     names = set(tensors)
     if "kernel" in names and names <= {"kernel", "bias"}:
-        rank = len(tensors["kernel"].shape)
-        heads_in_bias = "bias" in names and len(tensors["bias"].shape) == 2
-        if rank == 3 and (heads or heads_in_bias):
+        ranks = {name: len(tensor.shape) for name, tensor in tensors.items()}
+        if ranks["kernel"] == 3 and (heads or ranks.get("bias") == 2):
             return _FROM_HEADS if heads and path[-1] == "out" else _TO_HEADS
-        return _LINEAR if rank == 2 else _FLAX_CONV
+        return _LINEAR if ranks["kernel"] == 2 else _FLAX_CONV
     if names == {"embedding"}:
         return _FLAX_EMBED
     if {"mean", "var"} <= names <= {"mean", "var", "scale", "bias"}:

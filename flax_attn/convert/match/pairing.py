@@ -37,10 +37,9 @@ class PairedTensor:
 
     def cells(self) -> list[str]:
         """Return the row as text."""
-        names, shapes = (
-            " + ".join(_short(self.ours)),
-            " + ".join(map(str, dict.fromkeys(self.shapes))),
-        )
+        names = " + ".join(_short(self.ours))
+        # Parts are often of one shape, which is said once.
+        shapes = " + ".join(map(str, dict.fromkeys(self.shapes)))
         return [
             self.theirs,
             self.kind,

@@ -82,30 +82,30 @@ def _fused_inputs(branch: Branch, path: Path, split: bool) -> tuple[list[Layer],
 
 def _multihead_attention(branch: Branch, path: Path, split: bool) -> tuple[list[Layer], Branch]:
     own = dict(branch.tensors)
-    weight, bias = own.pop("in_proj_weight", None), own.pop("in_proj_bias", None)
+    weight = own.pop("in_proj_weight", None)
+    bias = own.pop("in_proj_bias", None)
+    # Where the widths differ, each input has a weight of its own, and the bias is packed still.
     apart = [own.pop(f"{name[0]}_proj_weight", None) for name in INPUTS]
     rest = replace(branch, tensors=own)
-    if weight is not None and not split:
-        parts = {"weight": TensorPart(weight, "o i")}
-        if bias is not None:
-            parts["bias"] = TensorPart(bias, "o")
-        return [Layer("Linear", (*path, "in_proj"), parts)], rest
-    weights = _thirds(weight, "o i")
-    # Where the widths differ, each input has a weight of its own, and the bias is packed still.
     if weight is None:
-        weights = [None if tensor is None else TensorPart(tensor, "o i") for tensor in apart]
+        weights = [_whole(tensor, "o i") for tensor in apart]
+    elif split:
+        weights = _thirds(weight, "o i")
+    else:
+        return _linear((*path, "in_proj"), _whole(weight, "o i"), _whole(bias, "o")), rest
     return _input_layers(path, weights, _thirds(bias, "o")), rest
 
 
 def _gpt2_attention(branch: Branch, path: Path) -> tuple[list[Layer], Branch]:
     inner = dict(branch.branches)
     tensors = inner.pop("c_attn", Branch()).tensors
-    weight, bias = tensors.get("weight"), tensors.get("bias")
+    weight = tensors.get("weight")
     # In cross-attention the same layer holds key and value alone.
     if weight is None or weight.shape[1] != 3 * weight.shape[0]:
         return [], branch
-    layers = _input_layers(path, _thirds(weight, "i o", axis=1), _thirds(bias, "o"))
-    return layers, replace(branch, branches=inner)
+    weights = _thirds(weight, "i o", axis=1)
+    biases = _thirds(tensors.get("bias"), "o")
+    return _input_layers(path, weights, biases), replace(branch, branches=inner)
 
 
 def _thirds(tensor: Tensor | None, axes: str, axis: int = 0) -> list[TensorPart | None]:
@@ -115,14 +115,22 @@ def _thirds(tensor: Tensor | None, axes: str, axis: int = 0) -> list[TensorPart 
     return [TensorPart(tensor, axes, {}, n, 3, axis) for n in range(3)]
 
 
+def _whole(tensor: Tensor | None, axes: str) -> TensorPart | None:
+    return None if tensor is None else TensorPart(tensor, axes)
+
+
 def _input_layers(
     path: Path, weights: Iterable[TensorPart | None], biases: Iterable[TensorPart | None]
 ) -> list[Layer]:
-    """Return the projections of query, key and value; what is None is left out."""
+    """Return the projections of query, key and value."""
     layers = []
     for name, weight, bias in zip(INPUTS, weights, biases, strict=True):
-        both = {"weight": weight, "bias": bias}
-        parts = {role: part for role, part in both.items() if part is not None}
-        if parts:
-            layers.append(Layer("Linear", (*path, name), parts))
+        layers += _linear((*path, name), weight, bias)
     return layers
+
+
+def _linear(path: Path, weight: TensorPart | None, bias: TensorPart | None) -> list[Layer]:
+    """Return a linear layer of the parts that are there, or nothing without any."""
+    both = {"weight": weight, "bias": bias}
+    parts = {role: part for role, part in both.items() if part is not None}
+    return [Layer("Linear", path, parts)] if parts else []

@@ -154,11 +154,14 @@ def _owners(root: Group) -> dict[Piece, tuple[str, ...]]:
 def _prune(item: Layer | Group, owners: dict[Piece, tuple[str, ...]]) -> Layer | Group | None:
     if isinstance(item, Layer):
         return _prune_layer(item, owners)
-    pruned = [_prune(child, owners) for child in item.children]
-    children = tuple(child for child in pruned if child is not None)
+    children = []
+    for child in item.children:
+        pruned = _prune(child, owners)
+        if pruned is not None:
+            children.append(pruned)
     if len(children) == 1:
         return children[0]
-    return replace(item, children=children) if children else None
+    return replace(item, children=tuple(children)) if children else None
 
 
 def _prune_layer(layer: Layer, owners: dict[Piece, tuple[str, ...]]) -> Layer | None:
