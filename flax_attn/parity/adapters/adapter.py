@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -84,6 +85,11 @@ class Result:
     second: Arrays = field(default_factory=dict)
     dtypes: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def arrays(self) -> Arrays:
+        """Outputs and gradients by name."""
+        return {**self.outputs, **self.gradients}
+
 
 @runtime_checkable
 class Adapter(Protocol):
@@ -131,21 +137,22 @@ class Call:
 
     def __init__(self, call: Callable | None, method: Callable, positional: bool):
         self.function, self.positional = call, positional
-        self.accepts = frozenset(self.EXTRAS).intersection(
-            _parameters(method if call is None else call)
-        )
+        parameters = _parameters(method if call is None else call)
+        self.accepts = frozenset(self.EXTRAS).intersection(parameters)
 
     def __call__(
         self, module: Any, inputs: Mapping[str, Any], extras: Mapping[str, Any]
     ) -> dict[str, Any]:
         """Return the outputs by name."""
-        extras = {name: value for name, value in extras.items() if name in self.accepts}
-        # By number: JAX sorts the names of what it compiles, and "input 10" sorts before "input 2".
-        arguments = [inputs[f"input {i}"] for i in range(len(inputs))] if self.positional else []
-        keywords = extras if self.positional else {**inputs, **extras}
-        if self.function is None:
-            return named(module(*arguments, **keywords))
-        return named(self.function(module, *arguments, **keywords))
+        keywords = {name: value for name, value in extras.items() if name in self.accepts}
+        arguments = []
+        if self.positional:
+            # By number: JAX sorts the names of what it compiles, "input 10" before "input 2".
+            arguments = [inputs[f"input {i}"] for i in range(len(inputs))]
+        else:
+            keywords = {**inputs, **keywords}
+        call = module if self.function is None else partial(self.function, module)
+        return named(call(*arguments, **keywords))
 
 
 class ModuleAdapter:
@@ -186,7 +193,8 @@ class ModuleAdapter:
 def _parameters(function: Callable) -> Sequence[str]:
     try:
         return list(inspect.signature(function).parameters)
-    except (TypeError, ValueError):  # built in
+    except (TypeError, ValueError):
+        # A function that is built in has no signature.
         return []
 
 
@@ -198,15 +206,15 @@ def check_kind(module: Any, rule: str, foreign: Mapping[str, str]) -> None:
         rule: description of what it should be.
         foreign: names of other frameworks, by their packages.
     """
-    packages = [kind.__module__.partition(".")[0] for kind in type(module).__mro__]
-    framework = next((foreign[package] for package in packages if package in foreign), None)
     if isinstance(module, type):
         raise PairingError(f"{rule}; got the class {module.__name__}: pass a module of it")
-    if framework is not None:
-        raise PairingError(
-            f"{rule}; got {type(module).__name__}, of {framework}. "
-            "The order is compare(flax_module, torch_module, inputs)"
-        )
+    for base in type(module).__mro__:
+        package = base.__module__.partition(".")[0]
+        if package in foreign:
+            raise PairingError(
+                f"{rule}; got {type(module).__name__}, of {foreign[package]}. "
+                "The order is compare(flax_module, torch_module, inputs)"
+            )
     if not callable(module):
         raise PairingError(f"{rule}; got {type(module).__name__}")
 
@@ -231,11 +239,10 @@ def named(result: Any) -> dict[str, Any]:
                 f" {name!r}. Pass a call that returns them under different names"
             )
         found[name] = value
-    return (
-        {"output": next(iter(found.values()))}
-        if len(found) == 1 and not isinstance(result, Mapping)
-        else found
-    )
+    # The only output has this name, wherever it stood; in a mapping it has one of its own.
+    if len(found) == 1 and not isinstance(result, Mapping):
+        return {"output": next(iter(found.values()))}
+    return found
 
 
 def _walk(name: str, value: Any):
@@ -281,17 +288,27 @@ def float64(arrays: Mapping[str, Any]) -> Arrays:
     Raises:
         PairingError: if one does not hold numbers.
     """
-    found = {name: convert.to_numpy(array) for name, array in arrays.items()}
-    for name, array in found.items():
-        if array.dtype.kind not in "biufcV":  # V: the dtypes of ml_dtypes
+    found = {}
+    for name, value in arrays.items():
+        array = convert.to_numpy(value)
+        # V is the kind of the dtypes of ml_dtypes.
+        if array.dtype.kind not in "biufcV":
             raise PairingError(
                 f"arrays of numbers are compared; {name} has the dtype {array.dtype}. Pass a call"
                 " that leaves it out"
             )
-    return {
-        name: array.astype(np.float64) if is_floating(array) else array
-        for name, array in found.items()
-    }
+        found[name] = array.astype(np.float64) if is_floating(array) else array
+    return found
+
+
+def rounding_factors(seed: int, eps: float) -> Callable[[Shape], np.ndarray]:
+    """Return a function that draws factors of about 1, in arrays of a shape.
+
+    Each moves a number by up to half a rounding, so that the cast that follows rounds it up or down
+    at random.
+    """
+    random = np.random.default_rng(seed)
+    return lambda shape: np.asarray(1 + eps * random.uniform(-0.5, 0.5, shape))
 
 
 def dtypes(arrays: Mapping[str, Any]) -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from itertools import chain
 from xml.etree import ElementTree as Xml
 
 from flax_attn.convert.replacing import replacing
@@ -27,14 +28,12 @@ def write_junit(reports: Sequence[Findings], path: str) -> None:
 def _suite(report: Findings) -> Xml.Element:
     suite = Xml.Element("testsuite", {"name": _text(report.name), **_counts([report])})
     properties = Xml.SubElement(suite, "properties")
-    for name, value in {
-        **report.environment,
-        "seed": report.seed,
-        "command": report.command,
-    }.items():
+    values = {**report.environment, "seed": report.seed, "command": report.command}
+    for name, value in values.items():
         Xml.SubElement(properties, "property", name=_text(name), value=_text(value))
     suite.extend(_case(report, check) for check in report.checks)
-    Xml.SubElement(suite, "system-out").text = _text("\n".join([report.explain(), *report.notes]))
+    output = Xml.SubElement(suite, "system-out")
+    output.text = _text("\n".join([report.explain(), *report.notes]))
     return suite
 
 
@@ -50,7 +49,7 @@ def _case(report: Findings, check: Check) -> Xml.Element:
 
 
 def _counts(reports: Sequence[Findings]) -> dict[str, str]:
-    checks = [check for report in reports for check in report.checks]
+    checks = list(chain.from_iterable(report.checks for report in reports))
     failed = sum(not check.passed for check in checks)
     skipped = sum(check.passed and not check.ran for check in checks)
     return {
