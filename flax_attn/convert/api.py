@@ -1,6 +1,6 @@
 """Weights into a module and out of it."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -116,8 +116,14 @@ def _named(module: nnx.Module, kind: type[nnx.Variable]) -> dict[str, Tensor]:
     found = {}
     for path, node in nnx.iter_graph(module):
         if isinstance(node, kind):
-            for name, layer in names(path).items():
-                found[name] = node if layer is None else LayerSlice(node, layer)
+            found |= _by_layer(node, names(path))
+    return found
+
+
+def _by_layer(variable: nnx.Variable, names: Mapping[str, int | None]) -> dict[str, Tensor]:
+    found = {}
+    for name, layer in names.items():
+        found[name] = variable if layer is None else LayerSlice(variable, layer)
     return found
 
 
@@ -136,21 +142,24 @@ def naming(module: nnx.Module) -> Callable[[tuple], dict[str, int | None]]:
         if layers:
             stacks[path] = layers
 
-    def dotted(path: tuple, kept: tuple) -> str:
-        # Sequences are known by their paths in the module, where stacked layers are not apart.
-        parts = []
-        for i, part in enumerate(path):
-            if part != "layers" or kept[:i] not in sequences:
-                parts.append(str(part))
-        return ".".join(parts)
-
     def names(path: tuple) -> dict[str, int | None]:
-        return {dotted(apart, path): layer for apart, layer in layers_of(path, stacks)}
+        # Sequences are known by their paths in the module, where stacked layers are not apart.
+        left_out = {i for i in range(len(path)) if path[:i] in sequences}
+        return {_dotted(apart, left_out): layer for apart, layer in layers_of(path, stacks)}
 
     return names
 
 
-# Axes in patterns, by attributes of modules.
+def _dotted(path: tuple, left_out: Collection[int]) -> str:
+    """Return the name of a path without the parts `layers` at these places."""
+    parts = []
+    for i, part in enumerate(path):
+        if part != "layers" or i not in left_out:
+            parts.append(str(part))
+    return ".".join(parts)
+
+
+# The letters of axes in patterns, by the attributes of modules that hold their sizes.
 _AXES = {"head_dim": "h", "num_key_heads": "k", "channels": "c", "height": "p", "width": "q"}
 
 

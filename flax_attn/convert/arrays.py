@@ -9,7 +9,10 @@ import numpy as np
 
 from flax_attn.convert.layouts import LayoutLike, as_layout
 from flax_attn.convert.problems import problems
-from flax_attn.convert.rules import Axes, ConversionError, no_axes, plan
+from flax_attn.convert.rules import Axes, ConversionError, Entry, no_axes, plan
+
+# As JAX knows them: to NumPy itself bfloat16 is not floating.
+_REAL = (jnp.floating, jnp.integer)
 
 
 def to_layout(
@@ -37,10 +40,15 @@ def to_layout(
     """
     arrays = {name: as_numbers(name, value) for name, value in flatten(weights).items()}
     entries = plan(_shapes(arrays), as_layout(layout), axes)
-    stored = {}
-    for entry in sorted(entries, key=lambda entry: entry.theirs):
-        stored |= entry.pieces(entry.join(arrays))
+    stored = _stored(sorted(entries, key=lambda entry: entry.theirs), arrays)
     return {prefix + name: array for name, array in stored.items()}
+
+
+def _stored(entries: list[Entry], arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    found = {}
+    for entry in entries:
+        found |= entry.pieces(entry.join(arrays))
+    return found
 
 
 def from_layout(
@@ -107,9 +115,7 @@ def as_numbers(name: str, value: Any) -> np.ndarray:
         array = to_numpy(value)
     except (TypeError, ValueError, NotImplementedError) as error:
         raise ConversionError(f"{name} is not an array that numpy can hold: {error}") from error
-    # NumPy itself does not know bfloat16 as floating.
-    real = (jnp.floating, jnp.integer)
-    if not any(jnp.issubdtype(array.dtype, kind) for kind in real):
+    if not any(jnp.issubdtype(array.dtype, kind) for kind in _REAL):
         raise ConversionError(f"{name} must hold real numbers; got dtype {array.dtype}")
     return array
 

@@ -3,6 +3,7 @@
 import difflib
 import re
 from collections.abc import Callable, Mapping
+from itertools import chain
 
 from flax_attn.convert.rules import Entry, Layout, Shape
 
@@ -13,11 +14,10 @@ _LINES = 100
 
 def problems(entries: list[Entry], theirs: Shapes, layout: Layout) -> list[str]:
     """Return a line for each missing, mis-shaped or unexpected entry, at most a hundred of each."""
-    wanted = {}
-    for entry in entries:
-        wanted |= entry.tensors
+    wanted = dict(chain.from_iterable(entry.tensors.items() for entry in entries))
     prefix = _common_prefix(wanted, theirs)
-    if prefix:
+    # A name that is there as it is shows that the prefix is right.
+    if prefix and wanted.keys().isdisjoint(theirs):
         return [f"every name has the prefix {prefix!r}: pass prefix={prefix!r}"]
     got = {name: tuple(shape) for name, shape in theirs.items()}
     return _differences(wanted, got, re.compile(layout.ignored))
@@ -50,11 +50,9 @@ def _listed(kind: str, names: list[str], detail: Callable[[str], str]) -> list[s
 
 
 def _common_prefix(wanted: Shapes, theirs: Shapes) -> str:
-    """Return the prefix under which every name is there, or "" if one is there without."""
+    """Return the prefix under which every name is there, "" if there is none."""
     first = next(iter(wanted), "")
-    if not first or any(name in theirs for name in wanted):
-        return ""
-    ends = [name for name in theirs if name.endswith("." + first)]
+    ends = [name for name in theirs if first and name.endswith("." + first)]
     for prefix in (name.removesuffix(first) for name in ends):
         if all(prefix + name in theirs for name in wanted):
             return prefix

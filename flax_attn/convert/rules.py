@@ -106,12 +106,12 @@ class Entry:
 
     def join(self, arrays: Arrays) -> np.ndarray:
         """Return the entry made from our parameters, as an array of its own."""
-        axis = self.rule.axis
         named = zip(self.ours, self.shapes, strict=True)
         parts = [self._arrange(arrays[name], shape) for name, shape in named]
         if self.rule.interleaved:
-            return np.stack(parts, axis + 1).reshape(self.shape)
-        joined = np.concatenate(parts, axis) if len(parts) > 1 else parts[0]
+            return np.stack(parts, self.rule.axis + 1).reshape(self.shape)
+        # A number alone has no axis to be joined along.
+        joined = np.concatenate(parts, self.rule.axis) if len(parts) > 1 else parts[0]
         return np.array(joined.reshape(self.shape), order="C")
 
     def split(self, array: np.ndarray) -> dict[str, np.ndarray]:
@@ -269,24 +269,24 @@ def _apply(
     if found is None:
         return None
     prefix = found[1] or ""
-
-    def full(own: str) -> str:
-        return prefix + own.format(**found.groupdict())
-
-    ours = tuple(full(own) for own in rule.ours)
+    parts = found.groupdict()
+    ours = tuple(prefix + own.format(**parts) for own in rule.ours)
     if any(own not in free for own in ours):
         return None
-    # What the rule asks for beside its own may belong to another rule already.
-    if rule.beside and full(rule.beside) not in every:
+    # What a rule asks for beside its own may belong to another rule already.
+    beside = prefix + rule.beside.format(**parts)
+    if rule.beside and beside not in every:
         return None
+    theirs = prefix + rule.theirs.format(**parts)
     shapes = tuple(free[own] for own in ours)
-    return Entry(rule, ours, full(rule.theirs), shapes, _enclosing(name, axes))
+    return Entry(rule, ours, theirs, shapes, _enclosing(name, axes))
 
 
 def _enclosing(name: str, axes: Axes) -> dict[str, int]:
     """Return the sizes given at the prefixes of a name; those of a longer prefix count more."""
     parts = [f"{part}." for part in name.split(".")]
     sizes = {}
+    # The first prefix is empty, and the name itself is none.
     for i in range(len(parts)):
         sizes |= axes("".join(parts[:i]))
     return sizes
@@ -301,12 +301,17 @@ def _expression(name: str) -> re.Pattern[str]:
 
 
 def _check_distinct(entries: list[Entry]) -> None:
-    makers = defaultdict(list)
-    for entry in entries:
-        makers[entry.theirs].append(" and ".join(entry.ours))
-    twice = {name: ours for name, ours in makers.items() if len(ours) > 1}
-    clashes = "; ".join(f"{name} of {', and of '.join(ours)}" for name, ours in twice.items())
-    if clashes:
+    twice = {name: ours for name, ours in _makers(entries).items() if len(ours) > 1}
+    if twice:
+        clashes = "; ".join(f"{name} of {', and of '.join(ours)}" for name, ours in twice.items())
         raise ConversionError(
             f"an entry is made once; this layout makes {clashes}. Rename one in a Layout"
         )
+
+
+def _makers(entries: list[Entry]) -> dict[str, list[str]]:
+    """Return the parameters that make each entry, one text for each time it is made."""
+    makers = defaultdict(list)
+    for entry in entries:
+        makers[entry.theirs].append(" and ".join(entry.ours))
+    return makers

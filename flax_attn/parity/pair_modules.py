@@ -11,7 +11,7 @@ import numpy as np
 from flax_attn import convert
 from flax_attn.convert.rules import Entry
 from flax_attn.parity import tolerance
-from flax_attn.parity.adapters.adapter import Adapter, Call, PairingError
+from flax_attn.parity.adapters.adapter import Adapter, ModuleCall, PairingError
 from flax_attn.parity.adapters.jax_adapter import JaxAdapter
 from flax_attn.parity.adapters.recording import Recording, RecordingAdapter
 from flax_attn.parity.cpu import on_cpu
@@ -129,7 +129,7 @@ def check_callable(pair: Pair) -> None:
 def _check_extras(pair: Pair) -> None:
     for name in pair.extras:
         if not pair.takes(name):
-            known = " and ".join(Call.EXTRAS)
+            known = " and ".join(ModuleCall.EXTRAS)
             flax, torch = sorted(pair.flax.accepts), sorted(pair.torch.accepts)
             raise PairingError(
                 f"extras are {known}, where both calls take them by name; got {name!r}, flax takes"

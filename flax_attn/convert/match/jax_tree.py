@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from flax_attn.convert.stacked import Layers, LayerSlice, children, stacked_laye
 
 # A tensor: the id of its variable, and its layer where layers are stacked.
 _Key = tuple[int, int | None]
+_Items = Iterator[tuple[str, Any]]
 # The kinds of a module by itself whose parameters do not tell which it is.
 NORMS = linen.LayerNorm | linen.RMSNorm | linen.GroupNorm
 # The projections of an attention layer of Flax.
@@ -39,18 +40,21 @@ def _grow(branch: Branch, path: tuple[str, ...], heads: bool = False) -> Group:
 
 def _branch(module: Any, without: Collection[str]) -> Branch:
     if isinstance(module, nnx.Module):
-        tensors = _known(parameters(module)) | _known(statistics(module), trainable=False)
-        known = {key: tensor for key, tensor in tensors.items() if tensor.name not in without}
+        known = _known(parameters(module), without)
+        known |= _known(statistics(module), without, trainable=False)
         return _of_nnx(module, known, set())
     if isinstance(module, linen.Module):
         return _of_bound(module, without)
     return _of_pytree(module, "", without)
 
 
-def _known(variables: Mapping[str, Any], trainable: bool = True) -> dict[_Key, Tensor]:
+def _known(
+    variables: Mapping[str, Any], without: Collection[str], trainable: bool = True
+) -> dict[_Key, Tensor]:
     tensors = {}
     for name, variable in variables.items():
-        tensors[_key(variable)] = Tensor(name, variable.shape, trainable)
+        if name not in without:
+            tensors[_key(variable)] = Tensor(name, variable.shape, trainable)
     return tensors
 
 
@@ -91,24 +95,24 @@ def _of_stacked(
     return Branch(module, branches=branches)
 
 
-def _own_attributes(module: Any) -> Iterator[tuple[str, Any]]:
+def _own_attributes(module: Any) -> _Items:
     for name, value in vars(module).items():
         # Flax keeps what it knows of a module as a tree under names of its own.
         if not name.startswith("_pytree__"):
             yield name, value
 
 
-def _entries(
-    tree: Any, attributes: Callable[[Any], Iterator[tuple[str, Any]]]
-) -> Iterator[tuple[str, Any]]:
+def _entries(tree: Any, attributes: Callable[[Any], _Items]) -> _Items:
     """Return what a container holds by its keys, and another object by its attributes."""
     if isinstance(tree, Mapping):
-        items = tree.items()
-    elif isinstance(tree, nnx.List | list | tuple):
-        items = enumerate(tree)
-    else:
-        items = attributes(tree)
-    return ((str(name), value) for name, value in items)
+        return _named(tree.items())
+    if isinstance(tree, nnx.List | list | tuple):
+        return _named(enumerate(tree))
+    return attributes(tree)
+
+
+def _named(items: Iterable[tuple[Any, Any]]) -> _Items:
+    return ((str(key), value) for key, value in items)
 
 
 def _of_bound(module: linen.Module, without: Collection[str]) -> Branch:
@@ -162,7 +166,7 @@ def _holds_more(value: Any) -> bool:
     return known or hasattr(value, "_fun")
 
 
-def _fields(tree: Any) -> Iterator[tuple[str, Any]]:
+def _fields(tree: Any) -> _Items:
     for field in fields(tree) if is_dataclass(tree) else ():
         if not field.metadata.get("static", False):
             # A field may never have been set.

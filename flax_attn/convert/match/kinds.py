@@ -240,10 +240,7 @@ def _kind_by_parameters(
     """Return the kind of a module of Linen, from the names and ranks of its parameters alone."""
     names = set(tensors)
     if "kernel" in names and names <= {"kernel", "bias"}:
-        ranks = {name: len(tensor.shape) for name, tensor in tensors.items()}
-        if ranks["kernel"] == 3 and (heads or ranks.get("bias") == 2):
-            return _FROM_HEADS if heads and path[-1] == "out" else _TO_HEADS
-        return _LINEAR if ranks["kernel"] == 2 else _FLAX_CONV
+        return _kind_of_kernel(tensors, heads, heads and path[-1] == "out")
     if names == {"embedding"}:
         return _FLAX_EMBED
     if {"mean", "var"} <= names <= {"mean", "var", "scale", "bias"}:
@@ -252,6 +249,14 @@ def _kind_by_parameters(
     if path and "scale" in names and names <= {"scale", "bias"}:
         return _named_norm(names)
     return None
+
+
+def _kind_of_kernel(tensors: Mapping[str, Tensor], heads: bool, out: bool) -> Kind:
+    ranks = {name: len(tensor.shape) for name, tensor in tensors.items()}
+    # A kernel of rank 3 is that of a convolution too, whose bias has rank 1.
+    if ranks["kernel"] == 3 and (heads or ranks.get("bias") == 2):
+        return _FROM_HEADS if out else _TO_HEADS
+    return _LINEAR if ranks["kernel"] == 2 else _FLAX_CONV
 
 
 def _part(tensor: Tensor, axes: str, kind: Kind) -> TensorPart | None:

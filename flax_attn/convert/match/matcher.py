@@ -13,6 +13,7 @@ from flax_attn.convert.match.tree import Group, Layer, layers_of
 
 Item = Layer | Group
 Evidence = Literal["shape", "name", "number", "order"]
+Keys = Sequence[Hashable]
 Settled = tuple[Item, Item, Evidence]
 Signature = Callable[[Layer], Hashable]
 
@@ -97,7 +98,7 @@ class _Children:
 
     def open(self, contents: Hashable) -> None:
         """Replace the modules that hold this by their children."""
-        opened: list[Item] = []
+        opened = []
         for item in self.items:
             if isinstance(item, Group) and self.contents(item) == contents:
                 self.ordered = self.ordered and item.ordered
@@ -142,21 +143,18 @@ class _Level:
         """Replace modules without a counterpart by their children, the largest first."""
         groups = self._without_counterpart()
         while groups:
-            largest = max(groups, key=lambda group: sum(1 for _ in layers_of(group)))
-            contents = self.ours.contents(largest)
+            contents = self.ours.contents(max(groups, key=_count))
             self.ours.open(contents)
             self.theirs.open(contents)
             groups = self._without_counterpart()
 
     def _without_counterpart(self) -> list[Group]:
+        # More of ours than of theirs that hold the same, or fewer.
         counts = Counter(map(self.ours.contents, self.ours.items))
         counts.subtract(map(self.theirs.contents, self.theirs.items))
-        groups = [item for item in self._items if isinstance(item, Group)]
+        items = self.ours.items + self.theirs.items
+        groups = [item for item in items if isinstance(item, Group)]
         return [group for group in groups if counts[self.ours.contents(group)]]
-
-    @property
-    def _items(self) -> list[Item]:
-        return self.ours.items + self.theirs.items
 
     def alike(self) -> Iterable[tuple[list[Item], list[Item]]]:
         """Return the items of both sides that hold the same, together."""
@@ -245,8 +243,11 @@ class _Level:
             return True
         if ours == theirs:
             return False
-        taken = self.theirs.namesake(ours, one.family)
-        return taken or self.ours.namesake(theirs, other.family)
+        return self.theirs.namesake(ours, one.family) or self.ours.namesake(theirs, other.family)
+
+
+def _count(item: Item) -> int:
+    return sum(1 for _ in layers_of(item))
 
 
 def _other_inputs(ours: Key, theirs: Key) -> bool:
@@ -256,11 +257,7 @@ def _other_inputs(ours: Key, theirs: Key) -> bool:
 
 
 def _joined(
-    left: list[Item],
-    ours: Sequence[Hashable],
-    right: list[Item],
-    theirs: Sequence[Hashable],
-    evidence: Evidence,
+    left: list[Item], ours: Keys, right: list[Item], theirs: Keys, evidence: Evidence
 ) -> list[Settled]:
     """Return the items of both sides that have the same key."""
     partner = dict(zip(theirs, right, strict=True))

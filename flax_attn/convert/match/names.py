@@ -45,6 +45,8 @@ FILLERS = {
     "self",
     "module",
 }
+# Where a capital follows a small letter, and where digits begin or end.
+_WORD_ENDS = re.compile(r"(?<=[a-z])(?=[A-Z])|(?<=\d)(?=[A-Za-z])|(?<=[A-Za-z])(?=\d)")
 ATTENTION_INPUTS = {"query", "key", "value"}
 
 
@@ -97,8 +99,7 @@ def _inner(numbers: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
 
 
 def _tokens(name: str) -> list[str]:
-    # Words end where capitals begin, and where digits begin or end.
-    split = re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=\d)(?=[A-Za-z])|(?<=[A-Za-z])(?=\d)", " ", name)
+    split = _WORD_ENDS.sub(" ", name)
     words = re.findall(r"[a-z]+|\d+", split.lower())
     plain = " ".join(words)
     plain = plain.replace("layer norm", "layernorm").replace("rms norm", "rmsnorm")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import product
 
 from flax_attn.convert.match.matcher import Item, Matching
 from flax_attn.convert.match.names import key_of
@@ -30,13 +31,11 @@ def problems_of(found: Matching) -> list[str]:
 
 def message(heading: str, lines: Sequence[str], found: Matching) -> str:
     """Return the whole error."""
-    shown = list(lines[:SHOWN])
-    if len(lines) > SHOWN:
-        shown.append(f"and {len(lines) - SHOWN} more")
+    more = [f"and {len(lines) - SHOWN} more"] if len(lines) > SHOWN else []
     remedy = (
         f"Name them alike, or pair them by rules: convert.auto(..., rules=[{_example(found)}, ...])"
     )
-    return "\n  ".join([heading, *shown]) + "\n" + remedy
+    return "\n  ".join([heading, *lines[:SHOWN], *more]) + "\n" + remedy
 
 
 def _lone_parts(found: Matching) -> list[str]:
@@ -90,15 +89,19 @@ def _texts(items: Sequence[Item]) -> str:
 
 def _example(found: Matching) -> str:
     """Return a rule as one would write it for the first problem."""
-    pairs = [(ours[0], theirs[0]) for ours, theirs in found.ambiguous]
-    pairs += found.conflicts
-    for one in found.ours:
-        namesakes = [other for other in found.theirs if key_of(one.path) == key_of(other.path)]
-        pairs += [(one, other) for other in namesakes]
-    if not pairs:
-        return "Rule((flax_name,), torch_name)"
-    ours, theirs = map(_first_tensor, pairs[0])
-    return f"Rule(({ours!r},), {theirs!r})"
+    for pair in _likely_pairs(found):
+        ours, theirs = map(_first_tensor, pair)
+        return f"Rule(({ours!r},), {theirs!r})"
+    return "Rule((flax_name,), torch_name)"
+
+
+def _likely_pairs(found: Matching) -> Iterator[tuple[Item, Item]]:
+    for ours, theirs in found.ambiguous:
+        yield ours[0], theirs[0]
+    yield from found.conflicts
+    for one, other in product(found.ours, found.theirs):
+        if key_of(one.path) == key_of(other.path):
+            yield one, other
 
 
 def _first_tensor(item: Item) -> str:

@@ -130,7 +130,7 @@ class Adapter(Protocol):
         ...
 
 
-class Call:
+class ModuleCall:
     """How a module is called: by the caller's function or plainly, with the extras it takes."""
 
     EXTRAS = ("lengths", "dropout_key")
@@ -165,9 +165,9 @@ class ModuleAdapter:
         cached_call: Callable | None,
         positional: bool,
     ):
-        self._calls = {False: Call(call, method, positional)}
+        self._calls = {False: ModuleCall(call, method, positional)}
         if cached_call:
-            self._calls[True] = Call(cached_call, method, positional)
+            self._calls[True] = ModuleCall(cached_call, method, positional)
 
     @property
     def accepts(self) -> frozenset[str]:
