@@ -176,6 +176,7 @@ def axes_of(module: nnx.Module, layout: LayoutLike) -> Axes:
     for path, submodule in nnx.iter_modules(module):
         modules |= dict.fromkeys(names(path), submodule)
     for where, submodule in modules.items():
+        # Every submodule is asked: a layout may hold a whole model but for one part.
         reason = table.refuse(submodule)
         if reason:
             kind = type(submodule).__name__
@@ -185,8 +186,15 @@ def axes_of(module: nnx.Module, layout: LayoutLike) -> Axes:
             )
 
     def axes(prefix: str) -> dict[str, int]:
-        own = modules.get(prefix.rstrip("."))
-        sizes = {letter: getattr(own, name, None) for name, letter in _AXES.items()}
-        return {letter: size for letter, size in sizes.items() if isinstance(size, int)}
+        return _sizes(modules.get(prefix.rstrip(".")))
 
     return axes
+
+
+def _sizes(module: nnx.Module | None) -> dict[str, int]:
+    sizes = {}
+    for name, letter in _AXES.items():
+        size = getattr(module, name, None)
+        if isinstance(size, int):
+            sizes[letter] = size
+    return sizes

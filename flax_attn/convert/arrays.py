@@ -8,8 +8,9 @@ import ml_dtypes
 import numpy as np
 
 from flax_attn.convert.layouts import LayoutLike, as_layout
+from flax_attn.convert.planning import no_axes, plan
 from flax_attn.convert.problems import problems
-from flax_attn.convert.rules import Axes, ConversionError, Entry, no_axes, plan
+from flax_attn.convert.rules import Axes, ConversionError, Entry
 
 # As JAX knows them: to NumPy itself bfloat16 is not floating.
 _REAL = (jnp.floating, jnp.integer)
@@ -85,8 +86,10 @@ def from_layout(
         {'kernel': (3, 2)}
     """
     table = as_layout(layout)
-    entries = plan(_shapes(flatten(like)), table, axes)
+    shapes = _shapes(flatten(like))
+    entries = plan(shapes, table, axes)
     theirs = _under(prefix, flatten(weights))
+    # All problems are found before anything is converted.
     wrong = problems(entries, _shapes(theirs), table)
     if wrong:
         heading = f"these weights do not fit {what} in the layout {layout_name(layout)}:"
@@ -111,13 +114,18 @@ def to_numpy(array: Any) -> np.ndarray:
 
 def as_numbers(name: str, value: Any) -> np.ndarray:
     """Return a weight as a numpy array, of real numbers."""
-    try:
-        array = to_numpy(value)
-    except (TypeError, ValueError, NotImplementedError) as error:
-        raise ConversionError(f"{name} is not an array that numpy can hold: {error}") from error
+    array = _as_array(name, value)
     if not any(jnp.issubdtype(array.dtype, kind) for kind in _REAL):
         raise ConversionError(f"{name} must hold real numbers; got dtype {array.dtype}")
     return array
+
+
+def _as_array(name: str, value: Any) -> np.ndarray:
+    try:
+        return to_numpy(value)
+    # Of a tensor without memory, of ragged lists, and of dtypes that NumPy does not know.
+    except (TypeError, ValueError, NotImplementedError) as error:
+        raise ConversionError(f"{name} is not an array that numpy can hold: {error}") from error
 
 
 def layout_name(layout: LayoutLike) -> str:
@@ -133,6 +141,7 @@ def flatten(tree: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
     for name, value in tree.items():
         path = f"{prefix}{name}"
         inner = flatten(value, f"{path}.") if isinstance(value, Mapping) else {path: value}
+        # A name with dots may also be a path through nested mappings.
         twice = flat.keys() & inner.keys()
         if twice:
             raise ConversionError(
@@ -155,6 +164,7 @@ def _shapes(weights: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def _under(prefix: str, weights: dict[str, Any]) -> dict[str, Any]:
+    # Other entries are those of other parts of a model.
     names = [name for name in weights if name.startswith(prefix)]
     if prefix and not names:
         first = ", ".join(list(weights)[:3])

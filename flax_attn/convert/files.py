@@ -48,6 +48,7 @@ def save(
         ...     sorted(read_file(f"{folder}/linear.safetensors"))
         ['bias', 'weight']
     """
+    # Readers choose the format by the suffix.
     if Path(path).suffix != ".safetensors":
         raise ConversionError(
             f"weights are written as safetensors; got {path}. Name the file *.safetensors"
@@ -183,6 +184,7 @@ def _gathered(entry: Entry, params: Mapping[str, Tensor]) -> dict[str, np.ndarra
 def _to_host(array: Array) -> np.ndarray:
     if array.is_fully_addressable or array.is_fully_replicated:
         return np.asarray(array)
+    # All processes take part, or none returns.
     return multihost_utils.process_allgather(array, tiled=True)
 
 

@@ -165,6 +165,7 @@ def _safetensors_header(path: Path) -> dict[str, Stored]:
         with safe_open(path, framework="np"):
             pass
         with path.open("rb") as file:
+            # The length of the header comes first, then the header.
             size = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(size), object_pairs_hook=distinct)
     except (SafetensorError, ValueError, RecursionError) as error:

@@ -42,6 +42,7 @@ def locked(folder: Path) -> Iterator[bool]:
 
 def _lock(file: IO[str]) -> bool:
     try:
+        # Windows has no such module.
         import fcntl
 
         fcntl.flock(file, fcntl.LOCK_EX)

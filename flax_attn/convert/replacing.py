@@ -40,7 +40,8 @@ def replacing(path: str | PathLike[str]) -> Iterator[Path]:
         yield target
         return
     # The suffix stays: writers choose the format by it.
-    name = f".{target.stem}.{secrets.token_hex(4)}{target.suffix}"
+    token = secrets.token_hex(4)
+    name = f".{target.stem}.{token}{target.suffix}"
     with unfinished(target.with_name(name)) as whole:
         try:
             yield whole

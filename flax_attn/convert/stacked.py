@@ -68,6 +68,7 @@ def places(layers: Layers) -> list[tuple[int, int]]:
     """
     where = {}
     for child, own in enumerate(layers):
+        # A child may hold layers that do not follow one another.
         where |= {layer: (child, i) for i, layer in enumerate(own)}
     return [where[layer] for layer in range(len(where))]
 

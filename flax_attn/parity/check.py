@@ -132,6 +132,7 @@ def worst_of(
     holds = errors[worst] <= limit
     if holds and reference is not None and not any_finite(reference):
         return Check(name, np.inf, limit, nothing=NOTHING)
+    # A gradient may be missing on one side, and then has no worst element.
     both = flax and torch and worst in flax and worst in torch
     where = _where(flax[worst], torch[worst]) if both else {}
     arrays = reference or {}

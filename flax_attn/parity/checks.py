@@ -6,7 +6,7 @@ report.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
 import numpy as np
@@ -23,6 +23,7 @@ from flax_attn.parity.adapters.adapter import (
     is_floating,
 )
 from flax_attn.parity.check import NOTHING, Check, any_finite, worst_of
+from flax_attn.parity.index_probe import index_probe
 from flax_attn.parity.lower_dtype import lower_dtype
 from flax_attn.parity.pair import LOWER, Pair
 from flax_attn.parity.stress import STRESS_INPUTS, stress
@@ -45,7 +46,7 @@ def shapes(pair: Pair) -> Check:
 def weights(pair: Pair) -> Check:
     """Check coverage and round trip: every numbered element is converted and found exactly once."""
     _check_shared(pair)
-    return worst_of("weights", dict(_probe(pair)), 0.0)
+    return worst_of("weights", dict(index_probe(pair)), 0.0)
 
 
 def _check_shared(pair: Pair) -> None:
@@ -53,27 +54,6 @@ def _check_shared(pair: Pair) -> None:
         raise NotRun("there are no parameters")
     if not pair.shares_weights:
         raise NotRun("without a layout it is not known which parameter is which")
-
-
-def _probe(pair: Pair) -> Iterator[tuple[str, float]]:
-    start = 1
-    elements = [np.arange(0)]
-    for entry in pair.entries:
-        end = start + int(np.prod(entry.shape))
-        numbers = np.arange(start, end).reshape(entry.shape)
-        parts = entry.split(numbers)
-        yield entry.theirs, _wrong(entry.join(parts), numbers)
-        elements += [np.ravel(part) for part in parts.values()]
-        start = end
-    found = np.sort(np.concatenate(elements))
-    yield "every element once", _wrong(found, np.arange(1, start))
-
-
-def _wrong(found: np.ndarray, expected: np.ndarray) -> float:
-    """Return how many elements are wrong, infinity if the shape is."""
-    if found.shape != expected.shape:
-        return np.inf
-    return float((found != expected).sum())
 
 
 def forward(pair: Pair) -> Check:
@@ -136,15 +116,13 @@ def _check_numbers(pair: Pair, names: Iterable[str]) -> None:
         raise NothingCompared(NOTHING)
 
 
-def _without_effect(
-    ours: Mapping[str, np.ndarray], reference: Mapping[str, np.ndarray]
-) -> list[str]:
-    null = tolerance.null_directions(reference)
-    partly = []
+def _without_effect(ours: Arrays, reference: Arrays) -> list[str]:
+    found = sorted(tolerance.null_directions(reference))
+    null = set(found)
     for name, mask in tolerance.nonzero_gradient(ours, reference).items():
         if name not in null and not mask.all():
-            partly.append(f"{(~mask).sum()} of {mask.size} elements of {name}")
-    return sorted(null) + partly
+            found.append(f"{(~mask).sum()} of {mask.size} elements of {name}")
+    return found
 
 
 def second(pair: Pair) -> Check:
@@ -201,6 +179,7 @@ def unbatched(pair: Pair) -> Check:
     for name, output in pair.plain.outputs.items():
         if output.ndim and len(output):
             rows[name] = np.asarray(output[0])
+    # A module without a batch axis returns something else for one row.
     apart = tolerance.relative(theirs.outputs, rows)
     if max(apart.values(), default=np.inf) > tolerance.FORWARD:
         raise NotRun("PyTorch takes the first axis of any input as a batch")
@@ -214,6 +193,7 @@ def cache(pair: Pair) -> Check:
     if not cached:
         raise NotRun("no call computes in steps: pass flax_cached or torch_cached")
     reference = pair.plain.outputs
+    # Both are compared with PyTorch without a cache, so that no error cancels.
     spec = pair.run_spec("cached", cached=True)
     errors = {}
     for framework in cached:
@@ -281,6 +261,7 @@ def run_checks(
         ValueError: if a name is unknown.
         PairingError: if one of the modules cannot be run at all.
     """
+    # All names are checked before the first check runs, which may take minutes.
     for name in names or ():
         check_choice("check", name, CHECKS)
     return _run_checks(pair, names, wanted, watch)

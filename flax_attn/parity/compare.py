@@ -133,6 +133,7 @@ def assert_parity(flax_module: Any, torch_module: Any, inputs: Inputs, **options
         flax_attn.parity.compare.ParityError: ...
     """
     report = compare(flax_module, torch_module, inputs, **options)
+    # Not proven is not equal.
     if not report.passed:
         raise ParityError(report)
     return report

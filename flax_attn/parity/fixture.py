@@ -37,6 +37,7 @@ def parity(request: pytest.FixtureRequest) -> Callable[..., Report]:
         try:
             report = compare(*arguments, **{"name": request.node.name, **options})
         except PairingError as error:
+            # Without the frames of the comparison.
             raise error.with_traceback(None) from error.__cause__
         report = replace(report, command=f"pytest '{request.node.nodeid}'")
         if not report.passed:

@@ -55,6 +55,7 @@ def _array(name: str, value: Any, random: np.random.Generator) -> np.ndarray:
         raise PairingError(
             f"{name} is no array of numbers: {error}. Pass an array, or a shape as a tuple"
         ) from error
+    # Each run casts them to its own dtype.
     if is_floating(array):
         return array.astype(np.float64)
     if array.dtype.kind not in "biu":

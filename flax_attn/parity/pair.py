@@ -12,8 +12,9 @@ import numpy as np
 from flax import nnx
 
 from flax_attn.convert.api import axes_of
+from flax_attn.convert.planning import no_axes, plan
 from flax_attn.convert.problems import problems
-from flax_attn.convert.rules import ConversionError, Entry, Layout, no_axes, plan
+from flax_attn.convert.rules import ConversionError, Entry, Layout
 from flax_attn.parity import tolerance
 from flax_attn.parity.adapters.adapter import (
     Adapter,
@@ -181,6 +182,7 @@ class Pair:
         floating = {name: array for name, array in outputs.items() if is_floating(array)}
         if not floating:
             raise NotRun("no output is floating")
+        # Under ones, as those of a sum, errors of both signs would cancel.
         return {name: random.normal(size=array.shape) for name, array in floating.items()}
 
     @property
@@ -247,6 +249,7 @@ class Pair:
 
     def with_torch(self, torch: Adapter) -> Pair:
         """Return a pair with another PyTorch adapter, such as a faulty one, and the JAX results."""
+        # What was computed in PyTorch goes, and what follows from it.
         other = self._without("plain", "cotangents", "reference", "null")
         other.torch = torch
         other._results = {key: result for key, result in self._results.items() if key[0] == "flax"}

@@ -11,8 +11,9 @@ import numpy as np
 from flax_attn import convert
 from flax_attn.convert.rules import Entry
 from flax_attn.parity import tolerance
-from flax_attn.parity.adapters.adapter import Adapter, ModuleCall, PairingError
+from flax_attn.parity.adapters.adapter import Adapter, PairingError
 from flax_attn.parity.adapters.jax_adapter import JaxAdapter
+from flax_attn.parity.adapters.module_adapter import ModuleCall
 from flax_attn.parity.adapters.recording import Recording, RecordingAdapter
 from flax_attn.parity.cpu import on_cpu
 from flax_attn.parity.inputs import Inputs, named_inputs
@@ -59,9 +60,11 @@ def pair_modules(
         layout = _layout(layout, flax_module, torch_module) if flax.shapes or torch.shapes else None
         if layout is not None:
             entries = weight_map(flax_module, flax.shapes, torch.shapes, layout, flax.statistics)
+            # What PyTorch does not train is not trained in JAX either.
             flax.entries = _trained(entries, getattr(torch, "frozen", set()))
         extras = options.get("extras", {})
         options["extras"] = {key: np.asarray(value) for key, value in extras.items()}
+        # A recording cannot be given other parameters.
         options["redraw"] = options.get("redraw", True) and not recorded
         torch = RecordingAdapter(torch) if record else torch
         pair = Pair(flax, torch, values, flax.entries, layout=layout, **options)
@@ -91,6 +94,7 @@ def _layout(layout: Layout, flax_module: Any, torch_module: Any) -> convert.Layo
         check_choice("layout", layout, ("auto", *convert.LAYOUTS))
     if layout != "auto":
         return None if layout is None else convert.as_layout(layout)
+    # It has the layout that it was recorded with, as there may be no torch.
     if isinstance(torch_module, Recording):
         return torch_module.layout
     try:
@@ -141,6 +145,7 @@ def _refuse_train_mode(torch_module: Any, pair: Pair) -> None:
     if not getattr(torch_module, "training", False):
         return
     check_callable(pair)
+    # Without dropout and batch statistics both modes return the same.
     train = pair.run("torch", pair.run_spec("left in train mode", train=True)).outputs
     for name, error in tolerance.relative(train, pair.plain.outputs).items():
         if error:

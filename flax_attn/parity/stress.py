@@ -20,6 +20,7 @@ from flax_attn.parity.check import Check, any_finite, worst_of
 from flax_attn.parity.pair import Pair
 from flax_attn.parity.trace.norms import offset_errors
 
+Change = Callable[[np.ndarray], np.ndarray]
 # Tokens: enough for positions to matter, and no multiple of anything.
 LONG = 193
 
@@ -63,9 +64,8 @@ def long_sequence(pair: Pair) -> StressInput:
 
     def lengthen(x):
         shape = (x.shape[0], LONG, *x.shape[2:])
-        if is_floating(x):
-            return random.normal(size=shape)
-        return random.integers(x.min(), x.max() + 1, shape)
+        floats = is_floating(x)
+        return random.normal(size=shape) if floats else random.integers(x.min(), x.max() + 1, shape)
 
     return _tokens(pair, lengthen)
 
@@ -80,6 +80,7 @@ def nonfinite_padding(pair: Pair) -> StressInput:
     lengths = _lengths(pair)
 
     def fill(x):
+        # The inputs of the pair stay as they are.
         x = x.copy()
         for row, length in enumerate(lengths):
             x[row, length:] = np.nan if row % 2 else np.inf
@@ -180,28 +181,20 @@ def _reached(output: np.ndarray, lengths: np.ndarray) -> bool:
     """Whether padding reaches a real token of an output, or what is pooled of a row with some."""
     if output.ndim < 2 or len(output) != len(lengths):
         return False
-    for own, length in zip(output, lengths, strict=True):
-        real = own[:length] if len(own) >= length else own
-        if length and not np.isfinite(real).all():
-            return True
-    return False
+    real = [own[:length] for own, length in zip(output, lengths, strict=True) if length]
+    return not all(np.isfinite(tokens).all() for tokens in real)
 
 
-def _each(
-    pair: Pair,
-    change: Callable[[np.ndarray], np.ndarray],
-    otherwise: str = "no input is floating",
-) -> StressInput:
+def _each(pair: Pair, change: Change, otherwise: str = "no input is floating") -> StressInput:
     if not any(is_floating(x) for x in pair.inputs.values()):
         raise NotRun(otherwise)
     inputs = {name: change(x) if is_floating(x) else x for name, x in pair.inputs.items()}
     return StressInput(inputs, dict(pair.extras))
 
 
-def _tokens(pair: Pair, change: Callable[[np.ndarray], np.ndarray]) -> StressInput:
-    ranks = [x.ndim - is_floating(x) for x in pair.inputs.values()]
-    # Without the axis of width, which floats have.
-    if any(rank < 2 for rank in ranks):
+def _tokens(pair: Pair, change: Change) -> StressInput:
+    # Floats have an axis of width beside those of rows and tokens.
+    if any(x.ndim - is_floating(x) < 2 for x in pair.inputs.values()):
         raise NotRun(
             "tokens are the second axis of floats of rank 3, or of integers of rank 2; an input has"
             " neither"

@@ -51,6 +51,7 @@ def _relative(ours: np.ndarray, reference: np.ndarray, scale: float) -> float:
     ours = numbers(ours)
     reference = numbers(reference)
     finite = np.isfinite(reference)
+    # NaN and infinities must be where the reference has them.
     if not np.array_equal(ours[~finite], reference[~finite], equal_nan=True):
         return np.inf
     if not np.isfinite(ours[finite]).all():
@@ -89,15 +90,14 @@ def reordered(ours: Arrays, reference: Arrays) -> dict[str, float]:
     Values that are rounding only, beside the largest of all, are measured by that.
     """
     largest = _largest_of(reference)
+    return {name: _reordered(ours[name], array, largest) for name, array in reference.items()}
 
-    def excess(name: str) -> float:
-        expected = reference[name]
-        allowed = REORDERED * float(np.finfo(expected.dtype).eps)
-        scale = largest if _largest(expected) <= allowed * largest else 0.0
-        found = ours[name].astype(np.float64)
-        return _relative(found, expected.astype(np.float64), scale) / allowed
 
-    return {name: excess(name) for name in reference}
+def _reordered(ours: np.ndarray, reference: np.ndarray, largest: float) -> float:
+    allowed = REORDERED * float(np.finfo(reference.dtype).eps)
+    scale = largest if _largest(reference) <= allowed * largest else 0.0
+    error = _relative(ours.astype(np.float64), reference.astype(np.float64), scale)
+    return error / allowed
 
 
 def median(draws: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -194,22 +194,29 @@ def lower_dtype(
         finite = asked[name]
         if name not in ours or ours[name].shape != finite.shape:
             return np.inf
-        if not np.isfinite(ours[name][finite]).all():
+        own = ours[name][finite]
+        if not np.isfinite(own).all():
             return np.inf
         if not finite.any():
             return 0.0
         expected = reference[name][finite]
-        own = np.abs(ours[name][finite] - expected)
-        others = [np.abs(draw[name][finite] - expected) for draw in theirs]
-        ratios = []
-        for statistic in (np.max, np.mean, _percentile_99):
-            most = factor * max(statistic(other) for other in others)
-            allowed = most + eps * statistic(np.abs(expected))
-            # Where nothing is allowed, an error of 0 still passes.
-            ratios.append(statistic(own) / max(allowed, np.finfo(float).tiny))
-        return float(max(ratios))
+        errors = [np.abs(draw[name][finite] - expected) for draw in theirs]
+        return _excess(np.abs(own - expected), errors, np.abs(expected), factor, eps)
 
     return {name: excess(name) for name in reference}
+
+
+def _excess(
+    error: np.ndarray, theirs: list[np.ndarray], size: np.ndarray, factor: float, eps: float
+) -> float:
+    """Return the largest ratio of an error to the allowed one, in each statistic."""
+    ratios = []
+    for statistic in (np.max, np.mean, _percentile_99):
+        most = factor * max(statistic(other) for other in theirs)
+        allowed = most + eps * statistic(size)
+        # Where nothing is allowed, an error of 0 still passes.
+        ratios.append(statistic(error) / max(allowed, np.finfo(float).tiny))
+    return float(max(ratios))
 
 
 def _percentile_99(values: np.ndarray) -> np.floating:
@@ -222,5 +229,6 @@ def finite_in_all(theirs: Sequence[Arrays], reference: Arrays) -> dict[str, np.n
     for name, array in reference.items():
         found[name] = np.asarray(np.isfinite(array))
         for draw in theirs:
+            # Where PyTorch overflows, nothing is asked of ours.
             found[name] &= np.isfinite(draw[name])
     return found

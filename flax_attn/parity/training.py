@@ -90,6 +90,7 @@ class Recipe:
         """Return the optimizer of optax; its count starts at 0."""
         decay = optax.add_decayed_weights(self.weight_decay)
         moments = optax.scale_by_adam(*self.betas, eps=self.eps)
+        # The decay of Adam is L2 and goes through the moments, that of AdamW does not.
         steps = {
             "sgd": [decay, optax.trace(self.momentum)],
             "adam": [decay, moments],
@@ -105,6 +106,7 @@ class Recipe:
         """Return the optimizer and the schedule of torch.optim."""
         import torch
 
+        # The rate is the peak: the schedule multiplies it.
         options: dict[str, Any] = {"lr": self.learning_rate, "weight_decay": self.weight_decay}
         if self.optimizer == "sgd":
             options["momentum"] = self.momentum

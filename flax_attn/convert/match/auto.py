@@ -16,7 +16,8 @@ from flax_attn.convert.match.pairing import PairedTensor, Pairing, transformatio
 from flax_attn.convert.match.report import message, problems_of
 from flax_attn.convert.match.torch_tree import is_torch_module, state_names, torch_tree
 from flax_attn.convert.match.tree import Tensor, TensorPart, tensors_of
-from flax_attn.convert.rules import ConversionError, Entry, Rule, apply_rules, no_axes
+from flax_attn.convert.planning import apply_rules, no_axes
+from flax_attn.convert.rules import ConversionError, Entry, Rule
 
 
 def auto(flax_module: Any, torch_module: Any, *, rules: Sequence[Rule] = ()) -> Pairing:
@@ -50,16 +51,20 @@ def auto(flax_module: Any, torch_module: Any, *, rules: Sequence[Rule] = ()) -> 
         weight  Linear  (2, 3)  kernel  (3, 2)  i o -> o i     shape
         bias    Linear  (2,)    bias    (2,)    same           shape
     """
-    if not is_torch_module(torch_module):
-        raise ConversionError(
-            f"parameters are paired with those of an nn.Module; got {type(torch_module).__name__}. "
-            "Give a layout or rules instead"
-        )
+    _check_torch_module(torch_module)
     by_rules = _by_rules(rules, flax_module, torch_module)
     ours = set().union(*(row.ours for row in by_rules))
     theirs = {row.theirs for row in by_rules}
     found = _match(flax_module, torch_module, ours, theirs)
     return _pairing([*by_rules, *_rows(found)], state_names(torch_module))
+
+
+def _check_torch_module(module: Any) -> None:
+    if not is_torch_module(module):
+        raise ConversionError(
+            f"parameters are paired with those of an nn.Module; got {type(module).__name__}. "
+            "Give a layout or rules instead"
+        )
 
 
 def _pairing(rows: list[PairedTensor], names: Sequence[str]) -> Pairing:

@@ -40,21 +40,18 @@ def _grow(branch: Branch, path: tuple[str, ...], heads: bool = False) -> Group:
 
 def _branch(module: Any, without: Collection[str]) -> Branch:
     if isinstance(module, nnx.Module):
-        known = _known(parameters(module), without)
-        known |= _known(statistics(module), without, trainable=False)
-        return _of_nnx(module, known, set())
+        return _of_nnx(module, _known(module, without), set())
     if isinstance(module, linen.Module):
         return _of_bound(module, without)
     return _of_pytree(module, "", without)
 
 
-def _known(
-    variables: Mapping[str, Any], without: Collection[str], trainable: bool = True
-) -> dict[_Key, Tensor]:
+def _known(module: nnx.Module, without: Collection[str]) -> dict[_Key, Tensor]:
+    trained = parameters(module)
     tensors = {}
-    for name, variable in variables.items():
+    for name, variable in {**trained, **statistics(module)}.items():
         if name not in without:
-            tensors[_key(variable)] = Tensor(name, variable.shape, trainable)
+            tensors[_key(variable)] = Tensor(name, variable.shape, name in trained)
     return tensors
 
 
@@ -82,6 +79,7 @@ def _of_nnx(
         elif isinstance(value, nnx.Module | Mapping | list | tuple):
             branches[name] = _of_nnx(value, known, seen, layer)
     own = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    # The order of a mapping is that of its keys, not of construction.
     plain = isinstance(module, Mapping) and not isinstance(module, nnx.Module)
     return Branch(None if plain else module, own, branches, ordered=not plain)
 

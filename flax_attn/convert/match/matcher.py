@@ -67,6 +67,7 @@ def _match(ours: Group, theirs: Group, signature: Signature, found: Matching) ->
     level = _Level(ours, theirs, signature)
     level.open_up()
     for left, right in level.alike():
+        # Of more on one side, names alone tell which are left over.
         if len(left) != len(right):
             left, right = level.by_full_name(left, right, found)
         if not left:

@@ -80,6 +80,7 @@ def _short(names: Sequence[str]) -> list[str]:
 
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+    # Each column is as wide as its widest cell.
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()

@@ -66,6 +66,7 @@ def _lone_layers(found: Matching) -> list[str]:
 
 def _hint(layer: Layer, others: Sequence[Layer]) -> str:
     """Return what may be the reason."""
+    # A fused projection in an unknown order is not guessed.
     if "qkv" in key_of(layer.path).words:
         return ". In which order it holds query, key and value is not known"
     if layer.kind == "ConvTranspose" and "value" in layer.parts:

@@ -65,6 +65,7 @@ def _statistics(module: Any, prefix: str) -> dict[str, Tensor]:
 
 
 def _grow(branch: Branch, path: Path, split: bool) -> Group:
+    # What is fused on one side may be apart on the other.
     fused, rest = _fused_inputs(branch, path, split)
     children = [_grow(child, (*path, name), split) for name, child in rest.branches.items()]
     return Group(path, (*fused, *own_layers(rest, path), *children))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, cached_property, partial
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -14,22 +14,17 @@ import optax
 from flax_attn.convert.rules import Entry
 from flax_attn.parity.adapters.adapter import (
     Arrays,
-    ModuleAdapter,
     Result,
     RunSpec,
     dtypes,
     float64,
     is_floating,
-    output_of,
     rounding_factors,
 )
 from flax_attn.parity.adapters.jax_parts import take_apart
+from flax_attn.parity.adapters.module_adapter import ModuleAdapter, output_of
+from flax_attn.parity.adapters.quick_jit import compiled
 from flax_attn.parity.training import TrainingSpec
-
-# Each program runs a few times on small arrays, so nearly all of the time is spent in compiling it.
-_QUICK_TO_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-# Known to some versions of XLA alone.
-_FEWER_KERNELS = {"xla_cpu_use_fusion_emitters": False}
 
 
 class JaxAdapter(ModuleAdapter):
@@ -86,6 +81,7 @@ class JaxAdapter(ModuleAdapter):
     def load(self, weights: Arrays) -> None:
         """Set parameters and running statistics, by shared names."""
         for entry in self.entries:
+            # An entry is made of parameters or of statistics, never of both.
             own = self._params if entry.ours[0] in self._params else self._statistics
             own.update(entry.split(weights[entry.theirs]))
 
@@ -101,6 +97,7 @@ class JaxAdapter(ModuleAdapter):
         """Run once."""
         if self.device is None or spec.dtype == "float64":
             return self._run(spec)
+        # By default a GPU or TPU multiplies float32 in fewer digits.
         with jax.default_device(self.device), jax.default_matmul_precision("highest"):
             return self._run(spec)
 
@@ -150,17 +147,18 @@ class JaxAdapter(ModuleAdapter):
         """Return the loss with its gradient, the parameter update, and the optimizer state."""
         optimizer = spec.recipe.optax()
         target = jnp.asarray(spec.target)
+        # What is not shared, or is frozen in PyTorch, is not trained here either.
         shared = set().union(*(entry.ours for entry in self._trained))
 
         def kept(values: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
             return {name: value for name, value in values.items() if name in shared}
 
-        @_compiled
+        @compiled
         def fit(output):
             error = output - target
             return jnp.square(error).mean(), 2 * error / error.size
 
-        @_compiled
+        @compiled
         def update(params, state, gradients):
             # optax raises a float to the power of an integer count.
             with jax.numpy_dtype_promotion("standard"):
@@ -168,7 +166,7 @@ class JaxAdapter(ModuleAdapter):
                 trained: Any = optax.apply_updates(kept(params), updates)
             return {**params, **trained}, state
 
-        return fit, update, _compiled(optimizer.init)(kept(params))
+        return fit, update, compiled(optimizer.init)(kept(params))
 
     def _build(self, params, state, train: bool) -> Any:
         statistics, rest = state
@@ -183,39 +181,44 @@ class JaxAdapter(ModuleAdapter):
         outputs = self._outputs(params, {**inputs, **floating}, state, extras, train)
         total = 0
         for name, cotangent in cotangents.items():
+            # A module may return an output in another dtype than that of the run.
             output = output_of(outputs, name).astype(cotangent.dtype)
             total += jnp.sum(output * cotangent)
         return total, outputs
 
     @cached_property
     def _forward(self) -> Callable:
-        return _compiled(self._outputs, static_argnames=("train", "cached"))
+        return compiled(self._outputs, static_argnames=("train", "cached"))
+
+    @property
+    def _differentiate(self) -> Callable:
+        """Gradients of parameters and of floating inputs, and the outputs."""
+        return jax.grad(self._weighted, argnums=(0, 1), has_aux=True)
 
     @cached_property
     def _gradients(self) -> Callable:
         """Outputs, and gradients of parameters and of floating inputs."""
 
         def gradients(params, inputs, state, extras, cotangents, train):
-            differentiate = jax.grad(self._weighted, argnums=(0, 1), has_aux=True)
-            found, outputs = differentiate(
-                params, _floating(inputs), inputs, state, extras, cotangents, train
-            )
+            floating = _floating(inputs)
+            rest = inputs, state, extras, cotangents, train
+            found, outputs = self._differentiate(params, floating, *rest)
             return outputs, found
 
-        return _compiled(gradients, static_argnames=("train",))
+        return compiled(gradients, static_argnames=("train",))
 
     @cached_property
     def _second(self) -> Callable:
         def second(params, inputs, state, extras, cotangents, tangents):
             def gradients(params, floating):
-                differentiate = jax.grad(self._weighted, argnums=(0, 1), has_aux=True)
-                return differentiate(params, floating, inputs, state, extras, cotangents, False)[0]
+                rest = inputs, state, extras, cotangents, False
+                return self._differentiate(params, floating, *rest)[0]
 
             # Forward over reverse: it also differentiates kernels with a backward pass of their
             # own.
             return jax.jvp(gradients, (params, _floating(inputs)), tangents)[1]
 
-        return _compiled(second)
+        return compiled(second)
 
     def _state(self, train: bool, dtype: str) -> tuple[dict[str, jax.Array], Any]:
         def cast(x: Any) -> Any:
@@ -227,11 +230,10 @@ class JaxAdapter(ModuleAdapter):
         own = {}
         for entry in self._trained:
             own |= entry.split(tangents[entry.theirs])
-        of_params = {}
-        for name, array in params.items():
-            nothing = np.zeros(array.shape, array.dtype)
-            of_params[name] = jnp.asarray(own.get(name, nothing))
-        return of_params, {name: jnp.asarray(tangents[name]) for name in _floating(inputs)}
+        # A parameter that is not shared does not move.
+        still = {name: np.zeros(p.shape, p.dtype) for name, p in params.items()}
+        along = {name: jnp.asarray(own.get(name, zero)) for name, zero in still.items()}
+        return along, {name: jnp.asarray(tangents[name]) for name in _floating(inputs)}
 
     def _all(self, of_params, of_inputs) -> Arrays:
         return self._shared(of_params) | float64(of_inputs)
@@ -245,39 +247,16 @@ class JaxAdapter(ModuleAdapter):
         return [entry for entry in self.entries if entry.trainable]
 
 
-def _compiled(function: Callable, **options: Any) -> Callable:
-    """Return `jax.jit(function)`, compiled quickly on a CPU."""
-    on_cpu = jax.jit(function, compiler_options=_compiler_options(), **options)
-    anywhere = jax.jit(function, **options)
-
-    def run(*arguments: Any, **keywords: Any) -> Any:
-        device = jax.config.values["jax_default_device"]
-        compiled = on_cpu if device is None or device.platform == "cpu" else anywhere
-        return compiled(*arguments, **keywords)
-
-    return run
-
-
-@cache
-def _compiler_options() -> dict[str, Any]:
-    options = {**_QUICK_TO_COMPILE, **_FEWER_KERNELS}
-    try:
-        jax.jit(lambda: 0, compiler_options=options)()
-    except jax.errors.JaxRuntimeError:
-        # This version of XLA has no such option.
-        return _QUICK_TO_COMPILE
-    return options
-
-
 def _cast(arrays: Mapping[str, Any], dtype: str) -> dict[str, jax.Array]:
-    found = {}
-    for name, value in arrays.items():
-        array = np.asarray(value)
-        # In NumPy, which casts without compiling a program for each shape.
-        if is_floating(array):
-            array = array.astype(jnp.dtype(dtype))
-        found[name] = jnp.asarray(array)
-    return found
+    return {name: _as_jax(array, dtype) for name, array in arrays.items()}
+
+
+def _as_jax(value: Any, dtype: str) -> jax.Array:
+    array = np.asarray(value)
+    # In NumPy, which casts without compiling a program for each shape.
+    if is_floating(array):
+        array = array.astype(jnp.dtype(dtype))
+    return jnp.asarray(array)
 
 
 def _round_stochastically(arrays: Mapping[str, Any], factors: Callable) -> Arrays:
@@ -297,5 +276,6 @@ def _is_floating(array: Any) -> bool:
 
 
 def _extras(extras: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
+    # A key of dropout is unsigned in both frameworks.
     kinds = {"dropout_key": np.uint32}
     return {name: jnp.asarray(np.asarray(value, kinds.get(name))) for name, value in extras.items()}

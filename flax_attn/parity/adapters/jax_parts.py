@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from flax import linen, nnx
 
 from flax_attn.convert.api import naming
-from flax_attn.parity.adapters.adapter import PairingError, check_kind
+from flax_attn.parity.adapters.adapter import PairingError
+from flax_attn.parity.adapters.module_adapter import check_kind
 
 
 class Parts(NamedTuple):
@@ -55,6 +56,7 @@ def take_apart(module: Any, train: bool = False) -> Parts:
         return _nnx(module, train)
     if isinstance(module, linen.Module):
         return _linen(module)
+    # A function with its parameters bound.
     if isinstance(module, jax.tree_util.Partial) and len(module.args) == 1 and not module.keywords:
         bound = _arrays(module.args[0], lambda tree: jax.tree_util.Partial(module.func, tree))
         return bound._replace(call=module.func)
@@ -148,6 +150,7 @@ def _arrays(module: Any, made: Callable[[Any], Any]) -> Parts:
     params = {}
     static = {}
     for path, leaf in leaves:
+        # What is whole or no array, such as a key, is not a parameter.
         floating = isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jnp.floating)
         own = params if floating else static
         own[_dotted(path)] = leaf

@@ -241,6 +241,7 @@ def digest(spec: RunSpec | TrainingSpec) -> str:
 
 def _leaves(name: str, value: Any):
     if isinstance(value, Mapping):
+        # In order of names: how a mapping was built must not change the digest.
         for key in sorted(value):
             yield from _leaves(f"{name}/{key}", value[key])
     elif isinstance(value, np.ndarray):
@@ -259,6 +260,7 @@ def _read(path: Path) -> tuple[Arrays, dict[str, Any]]:
         raise ExportError(f"no export at {path}")
     try:
         with safetensors.safe_open(path, "np") as file:
+            # Another file of safetensors may have no metadata.
             metadata = file.metadata() or {}
             about = json.loads(metadata.get("about", "null"))
             names = about.get("order", ()) if about else ()

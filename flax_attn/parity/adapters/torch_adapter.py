@@ -13,19 +13,19 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flax_attn.parity.adapters.adapter import (
     Arrays,
-    ModuleAdapter,
     PairingError,
     Result,
     RunSpec,
-    check_kind,
     dtypes,
     float64,
     is_floating,
-    output_of,
     rounding_factors,
 )
+from flax_attn.parity.adapters.module_adapter import ModuleAdapter, check_kind, output_of
 from flax_attn.parity.training import TrainingSpec
 
+Tensors = dict[str, torch.Tensor]
+# The names of buffers that are loaded and stored like parameters.
 STATISTICS = ("running_mean", "running_var", "selection_bias")
 
 
@@ -66,6 +66,7 @@ class TorchAdapter(ModuleAdapter):
         """The parameters without gradients, which are not trained; empty if all are without."""
         parameters = self._parameters(self.module)
         frozen = {name for name, value in parameters.items() if not value.requires_grad}
+        # Where all are frozen, training is compared as if none were.
         return frozen if len(frozen) < len(parameters) else set()
 
     def weights(self) -> Arrays:
@@ -79,9 +80,7 @@ class TorchAdapter(ModuleAdapter):
                 # In NumPy a number stays one: ascontiguousarray would give it an axis.
                 tensor.copy_(torch.from_numpy(np.asarray(weights[name], order="C")))
 
-    def arrays(
-        self, arrays: Mapping[str, np.ndarray], dtype: str = "float64"
-    ) -> dict[str, torch.Tensor]:
+    def arrays(self, arrays: Mapping[str, np.ndarray], dtype: str = "float64") -> Tensors:
         """Return inputs as tensors, floating ones cast."""
         kind = getattr(torch, dtype)
         found = {}
@@ -164,6 +163,7 @@ class TorchAdapter(ModuleAdapter):
     def _prepared(self, spec: RunSpec | TrainingSpec) -> Any:
         if not isinstance(self.module, torch.nn.Module):
             return self.module
+        # Each run has its own copy: it may change buffers, and is cast.
         module = copy.deepcopy(self.module)
         module.train(spec.train)
         return module if self.frozen else module.requires_grad_(True)
@@ -203,13 +203,12 @@ def _copied(inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def _slope(gradients: Mapping[str, torch.Tensor], tangents: Arrays) -> torch.Tensor:
     """Return the sum of the products of gradients and tangents."""
-    products = []
+    # A number to begin with: no gradient may depend on any of the leaves.
+    total = torch.zeros((), dtype=torch.float64, requires_grad=True)
     for name, gradient in gradients.items():
         if name in tangents and gradient.requires_grad:
-            products.append((gradient * torch.tensor(tangents[name])).sum())
-    if not products:
-        return torch.zeros((), dtype=torch.float64, requires_grad=True)
-    return torch.stack(products).sum()
+            total = total + (gradient * torch.tensor(tangents[name])).sum()
+    return total
 
 
 def _differentiated(
@@ -218,6 +217,7 @@ def _differentiated(
     """Return the gradients by name, 0 where the total does not depend on any leaf."""
     if not (leaves and total.requires_grad):
         return {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
+    # What the total does not depend on has a gradient of 0, not None.
     found = torch.autograd.grad(
         total, [*leaves.values()], create_graph=create_graph, materialize_grads=True
     )

@@ -87,8 +87,10 @@ def verdict(report: Findings) -> Group:
 def text(report: Findings, width: int = 120) -> str:
     """Return one report in full as plain text."""
     file = io.StringIO()
+    # A notebook would get HTML, and nothing in the file.
     plain = {"color_system": None, "highlight": False, "force_jupyter": False}
     Console(file=file, width=width, **plain).print(verdict(report))
+    # Tables pad their last column.
     return "\n".join(line.rstrip() for line in file.getvalue().rstrip().splitlines())
 
 

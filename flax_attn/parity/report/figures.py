@@ -64,6 +64,7 @@ def divergence(found: Divergence) -> Picture:
             **_error_scale(),
         )
     )
+    # The first difference, and what is wrong by itself.
     marked = {node.order for node in (found.first, *found.locally_wrong) if node}
     marks = [i for i, node in enumerate(found.nodes) if node.order in marked][:LABELS]
     figure.update_yaxes(showgrid=False, zeroline=False)
@@ -148,6 +149,7 @@ def _head(title: str, flax: np.ndarray, torch: np.ndarray) -> Picture:
         "hovertemplate": "query %{y}, key %{x}<br>%{z:.6g}<extra></extra>",
     }
     hover = "query %{y}, key %{x}<br>10^%{z:.1f}<extra></extra>"
+    # Both sides have one scale of colours, the difference has that of errors.
     figure.add_heatmap(z=np.float32(flax), row=1, col=1, **weights)
     figure.add_heatmap(z=np.float32(torch), row=1, col=2, **weights)
     figure.add_heatmap(z=_logarithm(apart), hovertemplate=hover, row=1, col=3, **_error_scale())

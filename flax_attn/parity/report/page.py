@@ -88,6 +88,7 @@ def page(reports: Sequence[Findings], pictures: bool = True) -> str:
         parts = sections(reports)
     else:
         parts = [Section(report, _tensors(report), missing=SAVE) for report in reports]
+    # Where nothing is drawn, plotly is left out.
     script = get_plotlyjs() if any(part.pictures for part in parts) else ""
     template = templates.get_template("page.html.j2")
     return template.render(sections=parts, plotly=script, legend=scale.legend())

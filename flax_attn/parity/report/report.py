@@ -51,6 +51,7 @@ class Report(Findings):
             content = page.page([self], pictures=False)
         except ImportError:
             return f"<pre>{html.escape(str(self))}</pre>"
+        # A frame of its own keeps the styles of page and notebook apart.
         frame = (
             'sandbox="allow-scripts" style="width: 100%; height: 40rem; border: 0; resize:'
             ' vertical"'
