@@ -127,7 +127,7 @@ def nonzero_gradient(ours: Arrays, reference: Arrays) -> dict[str, np.ndarray]:
 
     def mask(gradient: np.ndarray, other: np.ndarray) -> np.ndarray:
         more = np.asarray(np.abs(gradient) > NULL * largest)
-        either = more | (gradient == 0) & (other == 0)
+        either = np.asarray(more | (gradient == 0) & (other == 0))
         return either if either.all() else more
 
     return {name: mask(gradient, ours[name]) for name, gradient in reference.items()}
