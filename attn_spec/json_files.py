@@ -31,10 +31,13 @@ def read_object(path: Path, limit: int = LIMIT) -> dict[str, Any]:
     if size > limit:
         raise ValueError(f"{path} must have up to {limit} bytes; it has {size}. Copy it once more")
     try:
-        values = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=distinct)
-    except (ValueError, RecursionError) as error:
-        reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
+        text = path.read_text(encoding="utf-8")
+        values = json.loads(text, object_pairs_hook=distinct)
+    except RecursionError as error:
+        reason = "it is nested too deeply"
         raise ValueError(f"{path} is not JSON: {reason}. Copy it once more") from error
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}. Copy it once more") from error
     if not isinstance(values, dict):
         kind = type(values).__name__
         raise ValueError(

@@ -90,5 +90,7 @@ def equal_runs(
 
 
 if __name__ == "__main__":
-    for run in equal_runs(*packages(), int(sys.argv[1]) if len(sys.argv) > 1 else SHORTEST):
+    shortest = int(sys.argv[1]) if len(sys.argv) > 1 else SHORTEST
+    ours, theirs = packages()
+    for run in equal_runs(ours, theirs, shortest):
         print(run)

@@ -170,12 +170,12 @@ def _variants(options: argparse.Namespace) -> list[Report]:
     """Return the reports of the variants that were asked for."""
     from flax_attn.aot.simulated import simulated
     from flax_attn.plan.job import parse_mesh
-    from flax_attn.proof.run import Run
+    from flax_attn.proof.run import ProofRun
 
     try:
         mesh = None if options.mesh is None else parse_mesh(options.mesh)
         files = options.export, options.against
-        run = Run(options.seed, targets.checks(options), options.full, *files, mesh)
+        run = ProofRun(options.seed, targets.checks(options), options.full, *files, mesh)
         variants = run.select(options.variant)
         simulated(math.prod((mesh or {}).values()))
     except ValueError as error:

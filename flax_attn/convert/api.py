@@ -1,6 +1,6 @@
 """Weights into a module and out of it."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -68,13 +68,14 @@ def load_state_dict(
         >>> layer(jnp.ones(3))
         Array([3., 3.], dtype=float32)
     """
-    axes, own = axes_of(module, layout), tensors(module)
+    axes = axes_of(module, layout)
+    own = tensors(module)
     ours = from_layout(weights, layout, own, axes=axes, prefix=prefix, what=type(module).__name__)
+    new = []
     # All are made before any is written, and as copies: asarray may share memory.
-    new = [
-        (variable, jnp.array(np.reshape(arrays, variable.shape), dtype=variable.dtype))
-        for variable, arrays in whole(own, ours)
-    ]
+    for variable, arrays in whole(own, ours):
+        array = np.reshape(arrays, variable.shape)
+        new.append((variable, jnp.array(array, dtype=variable.dtype)))
     for variable, array in new:
         variable[...] = array
 
@@ -112,12 +113,18 @@ def tensors(module: nnx.Module) -> dict[str, Tensor]:
 
 def _named(module: nnx.Module, kind: type[nnx.Variable]) -> dict[str, Tensor]:
     names = naming(module)
-    return {
-        name: node if layer is None else LayerSlice(node, layer)
-        for path, node in nnx.iter_graph(module)
-        if isinstance(node, kind)
-        for name, layer in names(path).items()
-    }
+    found = {}
+    for path, node in nnx.iter_graph(module):
+        if isinstance(node, kind):
+            found |= _by_layer(node, names(path))
+    return found
+
+
+def _by_layer(variable: nnx.Variable, names: Mapping[str, int | None]) -> dict[str, Tensor]:
+    found = {}
+    for name, layer in names.items():
+        found[name] = variable if layer is None else LayerSlice(variable, layer)
+    return found
 
 
 def naming(module: nnx.Module) -> Callable[[tuple], dict[str, int | None]]:
@@ -126,27 +133,33 @@ def naming(module: nnx.Module) -> Callable[[tuple], dict[str, int | None]]:
     A node has one name, or one for each layer if layers are stacked. The value of a name is its
     layer.
     """
-    modules = dict(nnx.iter_modules(module))
-    sequences = {
-        path for path, submodule in modules.items() if isinstance(submodule, nnx.Sequential)
-    }
-    stacks = {
-        path: layers for path, submodule in modules.items() if (layers := stacked_layers(submodule))
-    }
-
-    def dotted(path: tuple, kept: tuple) -> str:
-        parts = [
-            part for i, part in enumerate(path) if part != "layers" or kept[:i] not in sequences
-        ]
-        return ".".join(map(str, parts))
+    sequences = set()
+    stacks = {}
+    for path, submodule in nnx.iter_modules(module):
+        if isinstance(submodule, nnx.Sequential):
+            sequences.add(path)
+        layers = stacked_layers(submodule)
+        if layers:
+            stacks[path] = layers
 
     def names(path: tuple) -> dict[str, int | None]:
-        return {dotted(apart, path): layer for apart, layer in layers_of(path, stacks)}
+        # Sequences are known by their paths in the module, where stacked layers are not apart.
+        left_out = {i for i in range(len(path)) if path[:i] in sequences}
+        return {_dotted(apart, left_out): layer for apart, layer in layers_of(path, stacks)}
 
     return names
 
 
-# Axes in patterns, by attributes of modules.
+def _dotted(path: tuple, left_out: Collection[int]) -> str:
+    """Return the name of a path without the parts `layers` at these places."""
+    parts = []
+    for i, part in enumerate(path):
+        if part != "layers" or i not in left_out:
+            parts.append(str(part))
+    return ".".join(parts)
+
+
+# The letters of axes in patterns, by the attributes of modules that hold their sizes.
 _AXES = {"head_dim": "h", "num_key_heads": "k", "channels": "c", "height": "p", "width": "q"}
 
 
@@ -157,20 +170,31 @@ def axes_of(module: nnx.Module, layout: LayoutLike) -> Axes:
             f"weights go into and out of NNX modules; got {type(module)}. Pass the Flax side as the"
             " module"
         )
-    names, table = naming(module), as_layout(layout)
-    modules = {
-        name: submodule for path, submodule in nnx.iter_modules(module) for name in names(path)
-    }
+    names = naming(module)
+    table = as_layout(layout)
+    modules = {}
+    for path, submodule in nnx.iter_modules(module):
+        modules |= dict.fromkeys(names(path), submodule)
     for where, submodule in modules.items():
-        if reason := table.refuse(submodule):
-            which = f"{where} ({type(submodule).__name__})" if where else type(submodule).__name__
+        # Every submodule is asked: a layout may hold a whole model but for one part.
+        reason = table.refuse(submodule)
+        if reason:
+            kind = type(submodule).__name__
+            which = f"{where} ({kind})" if where else kind
             raise ConversionError(
                 f"{which} cannot be stored in the layout {layout_name(layout)}: {reason}"
             )
 
     def axes(prefix: str) -> dict[str, int]:
-        own = modules.get(prefix.rstrip("."))
-        sizes = {letter: getattr(own, name, None) for name, letter in _AXES.items()}
-        return {letter: size for letter, size in sizes.items() if isinstance(size, int)}
+        return _sizes(modules.get(prefix.rstrip(".")))
 
     return axes
+
+
+def _sizes(module: nnx.Module | None) -> dict[str, int]:
+    sizes = {}
+    for name, letter in _AXES.items():
+        size = getattr(module, name, None)
+        if isinstance(size, int):
+            sizes[letter] = size
+    return sizes

@@ -8,8 +8,12 @@ import ml_dtypes
 import numpy as np
 
 from flax_attn.convert.layouts import LayoutLike, as_layout
+from flax_attn.convert.planning import no_axes, plan
 from flax_attn.convert.problems import problems
-from flax_attn.convert.rules import Axes, ConversionError, no_axes, plan
+from flax_attn.convert.rules import Axes, ConversionError, Entry
+
+# As JAX knows them: to NumPy itself bfloat16 is not floating.
+_REAL = (jnp.floating, jnp.integer)
 
 
 def to_layout(
@@ -36,12 +40,16 @@ def to_layout(
         {'weight': (2, 3)}
     """
     arrays = {name: as_numbers(name, value) for name, value in flatten(weights).items()}
-    entries = plan({name: array.shape for name, array in arrays.items()}, as_layout(layout), axes)
-    pieces = (
-        entry.pieces(entry.join(arrays))
-        for entry in sorted(entries, key=lambda entry: entry.theirs)
-    )
-    return {prefix + name: array for own in pieces for name, array in own.items()}
+    entries = plan(_shapes(arrays), as_layout(layout), axes)
+    stored = _stored(sorted(entries, key=lambda entry: entry.theirs), arrays)
+    return {prefix + name: array for name, array in stored.items()}
+
+
+def _stored(entries: list[Entry], arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    found = {}
+    for entry in entries:
+        found |= entry.pieces(entry.join(arrays))
+    return found
 
 
 def from_layout(
@@ -78,27 +86,25 @@ def from_layout(
         {'kernel': (3, 2)}
     """
     table = as_layout(layout)
-    entries = plan(
-        {name: as_shape(name, value) for name, value in flatten(like).items()}, table, axes
-    )
+    shapes = _shapes(flatten(like))
+    entries = plan(shapes, table, axes)
     theirs = _under(prefix, flatten(weights))
-    wrong = problems(
-        entries, {name: as_shape(name, value) for name, value in theirs.items()}, table
-    )
+    # All problems are found before anything is converted.
+    wrong = problems(entries, _shapes(theirs), table)
     if wrong:
         heading = f"these weights do not fit {what} in the layout {layout_name(layout)}:"
         raise ConversionError("\n  ".join([heading, *wrong]))
     ours = {}
     for entry in entries:
-        ours |= entry.split(
-            entry.whole({name: as_numbers(name, theirs[name]) for name in entry.tensors})
-        )
+        stored = {name: as_numbers(name, theirs[name]) for name in entry.tensors}
+        ours |= entry.split(entry.whole(stored))
     return ours
 
 
 def to_numpy(array: Any) -> np.ndarray:
     """Return an array of any framework as numpy, also bfloat16, which torch does not convert."""
-    if hasattr(array, "detach"):  # a torch tensor, told without importing torch
+    # A torch tensor, told without importing torch.
+    if hasattr(array, "detach"):
         array = array.detach().cpu().resolve_conj().resolve_neg()
         if str(array.dtype) == "torch.bfloat16":
             return array.float().numpy().astype(ml_dtypes.bfloat16)
@@ -108,15 +114,18 @@ def to_numpy(array: Any) -> np.ndarray:
 
 def as_numbers(name: str, value: Any) -> np.ndarray:
     """Return a weight as a numpy array, of real numbers."""
-    try:
-        array = to_numpy(value)
-    except (TypeError, ValueError, NotImplementedError) as error:
-        raise ConversionError(f"{name} is not an array that numpy can hold: {error}") from error
-    if not jnp.issubdtype(array.dtype, jnp.floating) and not jnp.issubdtype(
-        array.dtype, jnp.integer
-    ):
+    array = _as_array(name, value)
+    if not any(jnp.issubdtype(array.dtype, kind) for kind in _REAL):
         raise ConversionError(f"{name} must hold real numbers; got dtype {array.dtype}")
     return array
+
+
+def _as_array(name: str, value: Any) -> np.ndarray:
+    try:
+        return to_numpy(value)
+    # Of a tensor without memory, of ragged lists, and of dtypes that NumPy does not know.
+    except (TypeError, ValueError, NotImplementedError) as error:
+        raise ConversionError(f"{name} is not an array that numpy can hold: {error}") from error
 
 
 def layout_name(layout: LayoutLike) -> str:
@@ -130,12 +139,11 @@ def flatten(tree: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
         raise ConversionError(f"weights are arrays by name; got {type(tree)}. Pass a state dict")
     flat = {}
     for name, value in tree.items():
-        inner = (
-            flatten(value, f"{prefix}{name}.")
-            if isinstance(value, Mapping)
-            else {f"{prefix}{name}": value}
-        )
-        if twice := flat.keys() & inner.keys():
+        path = f"{prefix}{name}"
+        inner = flatten(value, f"{path}.") if isinstance(value, Mapping) else {path: value}
+        # A name with dots may also be a path through nested mappings.
+        twice = flat.keys() & inner.keys()
+        if twice:
             raise ConversionError(
                 f"these weights hold {', '.join(sorted(twice))} twice, once flat and once nested"
             )
@@ -151,15 +159,14 @@ def as_shape(name: str, value: Any) -> tuple[int, ...]:
         raise ConversionError(f"{name} is not an array: {error}") from error
 
 
+def _shapes(weights: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    return {name: as_shape(name, value) for name, value in weights.items()}
+
+
 def _under(prefix: str, weights: dict[str, Any]) -> dict[str, Any]:
-    found = {
-        name.removeprefix(prefix): value
-        for name, value in weights.items()
-        if name.startswith(prefix)
-    }
-    if prefix and not found:
-        raise ConversionError(
-            f"no entry starts with the prefix {prefix!r}; the first are"
-            f" {', '.join(list(weights)[:3])}"
-        )
-    return found
+    # Other entries are those of other parts of a model.
+    names = [name for name in weights if name.startswith(prefix)]
+    if prefix and not names:
+        first = ", ".join(list(weights)[:3])
+        raise ConversionError(f"no entry starts with the prefix {prefix!r}; the first are {first}")
+    return {name.removeprefix(prefix): weights[name] for name in names}

@@ -48,6 +48,7 @@ def save(
         ...     sorted(read_file(f"{folder}/linear.safetensors"))
         ['bias', 'weight']
     """
+    # Readers choose the format by the suffix.
     if Path(path).suffix != ".safetensors":
         raise ConversionError(
             f"weights are written as safetensors; got {path}. Name the file *.safetensors"
@@ -107,7 +108,8 @@ def _read_checkpoint(path: Path) -> dict[str, Any]:
         ) from error
     try:
         found = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # pickle and zip errors of many kinds
+    # The errors of pickle and zip are of many kinds.
+    except Exception as error:
         raise ConversionError(
             f"{path} is damaged or is not a checkpoint of weights only, and is refused: a pickle"
             " could run any code. Save the state_dict() alone, best as safetensors."
@@ -143,28 +145,29 @@ def write_shards(
         The file, or the index.
     """
     shards = _packed(entries, params, max_shard_size)
-    names = [
-        f"{prefix}model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))
-    ]
-    names = names if len(shards) > 1 else [f"{prefix}model.safetensors"]
-    for name, shard in zip(names, shards, strict=True):
-        _write_shard(folder / name, shard, params)
+    path = folder / f"{prefix}model.safetensors"
     if len(shards) == 1:
-        return folder / names[0]
-    own = zip(names, shards, strict=True)
-    places = {tensor: name for name, shard in own for entry in shard for tensor in entry.tensors}
+        _write_shard(path, shards[0], params)
+        return path
+    places = {}
+    for i, shard in enumerate(shards):
+        name = f"{prefix}model-{i + 1:05}-of-{len(shards):05}.safetensors"
+        stored = _write_shard(folder / name, shard, params)
+        places |= dict.fromkeys(stored, name)
     size = sum(_size(entry, params) for entry in entries)
     index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(places.items()))}
-    path = folder / f"{prefix}model.safetensors.index.json"
+    path = path.with_name(f"{path.name}.index.json")
     path.write_text(json.dumps(index, indent=2) + "\n")
     return path
 
 
-def _write_shard(path: Path, shard: list[Entry], params: Mapping[str, Tensor]) -> None:
+def _write_shard(path: Path, shard: list[Entry], params: Mapping[str, Tensor]) -> list[str]:
+    """Write a shard, and return the names of what is in it."""
     arrays = {}
     for entry in shard:
         arrays |= entry.pieces(entry.join(_gathered(entry, params)))
     safetensors.numpy.save_file(arrays, path, metadata={"format": "pt"})
+    return list(arrays)
 
 
 def take_part(entries: list[Entry], params: Mapping[str, Tensor]) -> None:
@@ -181,13 +184,15 @@ def _gathered(entry: Entry, params: Mapping[str, Tensor]) -> dict[str, np.ndarra
 def _to_host(array: Array) -> np.ndarray:
     if array.is_fully_addressable or array.is_fully_replicated:
         return np.asarray(array)
+    # All processes take part, or none returns.
     return multihost_utils.process_allgather(array, tiled=True)
 
 
 def _packed(
     entries: list[Entry], params: Mapping[str, Tensor], max_shard_size: int
 ) -> list[list[Entry]]:
-    shards, room = [[]], max_shard_size
+    shards = [[]]
+    room = max_shard_size
     for entry in entries:
         size = _size(entry, params)
         if size > room and shards[-1]:

@@ -23,7 +23,8 @@ WEIGHTS = (
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
 )
-_LONGEST = 255  # characters of the name of a shard
+# The most characters in the name of a shard.
+_LONGEST = 255
 _DTYPES = {
     "F64": "float64",
     "F32": "float32",
@@ -89,12 +90,12 @@ def read_headers(path: Path) -> dict[str, Stored]:
     """
     stored = {}
     for file in _shards(path):
-        entries = (
-            _safetensors_header(file) if file.suffix == ".safetensors" else _checkpoint_header(file)
-        )
-        if twice := stored.keys() & entries.keys():
+        read = _safetensors_header if file.suffix == ".safetensors" else _checkpoint_header
+        entries = read(file)
+        twice = min(stored.keys() & entries.keys(), default=None)
+        if twice is not None:
             raise ConversionError(
-                f"{file} holds {min(twice)}, and {stored[min(twice)].file} does too. Remove one"
+                f"{file} holds {twice}, and {stored[twice].file} does too. Remove one"
             )
         stored |= entries
     return stored
@@ -134,37 +135,43 @@ def _check_shard_name(index: Path, name: Any) -> None:
     What is a link there may lead out of it: hubs keep the files of all versions in one place.
     """
     kinds = (".safetensors",) if index.name.endswith(WEIGHTS[1]) else (".bin", ".pt", ".pth")
-    paths = (PurePosixPath(name), PureWindowsPath(name)) if isinstance(name, str) else ()
-    outside = any(path.anchor or ".." in path.parts for path in paths)
-    named = paths and name.isprintable() and paths[0].suffix in kinds
-    if not named or outside or len(name) > _LONGEST:
+    if not isinstance(name, str) or not _is_within(name, kinds):
         raise ConversionError(
             f"{index} is not an index: weight_map must name files within its folder that end in "
             f"{', '.join(kinds)}; got {reprlib.repr(name)}. Put the shards beside the index"
         )
 
 
+def _is_within(name: str, kinds: tuple[str, ...]) -> bool:
+    if not name.isprintable() or len(name) > _LONGEST:
+        return False
+    # An index may come from another system: a path must lead out by the rules of none.
+    paths = PurePosixPath(name), PureWindowsPath(name)
+    outside = any(path.anchor or ".." in path.parts for path in paths)
+    return not outside and paths[0].suffix in kinds
+
+
 def _is_file(path: Path) -> bool:
     try:
         return path.is_file()
-    except OSError:  # a name that is too long, a folder that may not be read
+    except OSError:
+        # The name is too long, or the folder may not be read.
         return False
 
 
 def _safetensors_header(path: Path) -> dict[str, Stored]:
     try:
-        with safe_open(path, framework="np"):  # checks the header against the size of the file
+        # This checks the header against the size of the file.
+        with safe_open(path, framework="np"):
             pass
-    except SafetensorError as error:
-        raise ConversionError(f"{path} is not a whole safetensors file: {error}") from error
-    with path.open("rb") as file:
-        size = int.from_bytes(file.read(8), "little")
-        try:
+        with path.open("rb") as file:
+            # The length of the header comes first, then the header.
+            size = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(size), object_pairs_hook=distinct)
-        except (ValueError, RecursionError) as error:
-            raise ConversionError(f"{path} is not a whole safetensors file: {error}") from error
-    entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
-    return {name: _stored(path, 8 + size, entry) for name, entry in entries.items()}
+    except (SafetensorError, ValueError, RecursionError) as error:
+        raise ConversionError(f"{path} is not a whole safetensors file: {error}") from error
+    header.pop("__metadata__", None)
+    return {name: _stored(path, 8 + size, entry) for name, entry in header.items()}
 
 
 def _stored(path: Path, start: int, entry: Mapping[str, Any]) -> Stored:
@@ -175,8 +182,7 @@ def _stored(path: Path, start: int, entry: Mapping[str, Any]) -> Stored:
 
 
 def _map(path: Path, span: slice, dtype: str, shape: Shape) -> np.ndarray:
-    # What was read of a mapped file takes memory until the map is closed: so there is one for each
-    # entry.
+    # What was read of a map takes memory until it is closed: so there is one for each entry.
     return np.memmap(path, mode="r")[span].view(jnp.dtype(dtype)).reshape(shape)
 
 
@@ -193,6 +199,7 @@ def _checkpoint_header(path: Path) -> dict[str, Stored]:
 def _of_checkpoint(path: Path, name: str, value: Any) -> Stored:
     dtype = str(getattr(value, "dtype", type(value).__name__)).removeprefix("torch.")
     layout = str(getattr(value, "layout", "torch.strided"))
+    # Such a tensor has no memory that NumPy could take: the dtype that is shown says why.
     if layout != "torch.strided" or getattr(value, "is_meta", False):
-        dtype = f"{dtype}, {layout} on {value.device}"  # no memory that numpy could take
+        dtype = f"{dtype}, {layout} on {value.device}"
     return Stored(path, as_shape(name, value), dtype, partial(to_numpy, value))

@@ -42,7 +42,8 @@ _EXPERTS = tuple(
     for name in ("W_gate", "W_up", "W_down")
 )
 _SAME = Rule(("{name}",), "{name}")
-_STATISTICS = (Rule(("mean",), "running_mean"), Rule(("var",), "running_var"))  # of BatchNorm
+# Those of BatchNorm.
+_STATISTICS = (Rule(("mean",), "running_mean"), Rule(("var",), "running_var"))
 _PLAIN_HEADS = (no_qk_norm, no_gate, no_lambda)
 _SQUARE = (
     has_output,
@@ -58,16 +59,16 @@ _SQUARE = (
 
 def _linears(*theirs: str) -> tuple[Rule, ...]:
     """Return the rules of the four projections, each a PyTorch Linear of another name."""
-    names = list(zip(_PROJECTIONS, theirs, strict=True))
-    kernels = (Rule((f"{ours}.kernel",), f"{name}.weight", "i o -> o i") for ours, name in names)
-    return (*kernels, *(Rule((f"{ours}.bias",), f"{name}.bias") for ours, name in names))
+    rules = []
+    for ours, name in zip(_PROJECTIONS, theirs, strict=True):
+        rules += _layer(ours, name, "i o -> o i")
+    return tuple(rules)
 
 
 def _layer(ours: str, theirs: str, pattern: str = "") -> tuple[Rule, Rule]:
     """Return the rules of one linear layer."""
-    return Rule((f"{ours}.kernel",), f"{theirs}.weight", pattern), Rule(
-        (f"{ours}.bias",), f"{theirs}.bias"
-    )
+    kernel = Rule((f"{ours}.kernel",), f"{theirs}.weight", pattern)
+    return kernel, Rule((f"{ours}.bias",), f"{theirs}.bias")
 
 
 def _split_heads(ours: str, theirs: str) -> tuple[Rule, Rule]:
@@ -84,26 +85,23 @@ def _packed(
 
     It packs them into one tensor, unless their widths differ.
     """
-    return (
-        Rule(tuple(f"{name}.{part}" for name in names), "in_proj_weight", weight),
-        *(
-            Rule((f"{name}.{part}",), f"{letter}_proj_weight", weight)
-            for letter, name in zip("qkv", names, strict=True)
-        ),
-        Rule(tuple(f"{name}.bias" for name in names), "in_proj_bias", bias),
-    )
+    kernels = tuple(f"{name}.{part}" for name in names)
+    biases = tuple(f"{name}.bias" for name in names)
+    apart = [
+        Rule((kernel,), f"{letter}_proj_weight", weight)
+        for letter, kernel in zip("qkv", kernels, strict=True)
+    ]
+    packed = Rule(kernels, "in_proj_weight", weight)
+    return packed, *apart, Rule(biases, "in_proj_bias", bias)
 
 
 def _within(ours: str, theirs: str, rules: Iterable[Rule]) -> tuple[Rule, ...]:
     """Return the rules of a module for its parent, which names it `ours` and `theirs`."""
-    return tuple(
-        replace(
-            rule,
-            ours=tuple(f"{ours}.{name}" for name in rule.ours),
-            theirs=f"{theirs}.{rule.theirs}",
-        )
-        for rule in rules
-    )
+    found = []
+    for rule in rules:
+        names = tuple(f"{ours}.{name}" for name in rule.ours)
+        found.append(replace(rule, ours=names, theirs=f"{theirs}.{rule.theirs}"))
+    return tuple(found)
 
 
 # Flax layers and the torch.nn layers of the same names: each framework's own name and axes for the
@@ -121,7 +119,8 @@ _TORCH_MHA = (
     *_layer("out_proj", "out_proj", "i o -> o i"),
 )
 _GPT2_ATTENTION = (
-    Rule(_KERNELS, "c_attn.weight", axis=1),  # Conv1D: (in, out), columns [query, key, value]
+    # Conv1D has its weight as (in, out), with columns [query, key, value].
+    Rule(_KERNELS, "c_attn.weight", axis=1),
     Rule(_BIASES, "c_attn.bias"),
     *_layer("out_proj", "c_proj"),
 )
@@ -205,16 +204,14 @@ LAYOUTS = {
         _linears("q", "k", "v", "o"),
         ignored=r"(.*\.)?relative_attention_bias\.weight",
         refuse=ours_unless(
-            *(
-                has_output,
-                *_PLAIN_HEADS,
-                no_rope,
-                scores_unscaled,
-                biases_none,
-                heads_alike,
-                width_kept,
-                self_attention,
-            )
+            has_output,
+            *_PLAIN_HEADS,
+            no_rope,
+            scores_unscaled,
+            biases_none,
+            heads_alike,
+            width_kept,
+            self_attention,
         ),
     ),
     # flax.linen.MultiHeadDotProductAttention and flax.nnx.MultiHeadAttention: the head axis is

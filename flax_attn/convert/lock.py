@@ -31,7 +31,8 @@ def locked(folder: Path) -> Iterator[bool]:
         with path.open("w") as file:
             held = _lock(file)
             if held and not _is_at(file, path):
-                continue  # who had the lock has removed its file: the next waits for another one
+                # Who had the lock has removed its file: the next waits for another one.
+                continue
             try:
                 yield held
             finally:
@@ -41,6 +42,7 @@ def locked(folder: Path) -> Iterator[bool]:
 
 def _lock(file: IO[str]) -> bool:
     try:
+        # Windows has no such module.
         import fcntl
 
         fcntl.flock(file, fcntl.LOCK_EX)

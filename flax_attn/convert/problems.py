@@ -2,44 +2,61 @@
 
 import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from itertools import chain
 
 from flax_attn.convert.rules import Entry, Layout, Shape
 
-_LINES = 100  # of each kind of problem; what is left out is counted
+Shapes = Mapping[str, Shape]
+# The lines of each kind of problem; what is left out is counted.
+_LINES = 100
 
 
-def problems(entries: list[Entry], theirs: Mapping[str, Shape], layout: Layout) -> list[str]:
+def problems(entries: list[Entry], theirs: Shapes, layout: Layout) -> list[str]:
     """Return a line for each missing, mis-shaped or unexpected entry, at most a hundred of each."""
-    wanted = {name: shape for entry in entries for name, shape in entry.tensors.items()}
-    extra = [
-        name for name in theirs if name not in wanted and not re.fullmatch(layout.ignored, name)
-    ]
-    missing = [name for name in wanted if name not in theirs]
-    if missing == list(wanted) and (prefix := _common_prefix(wanted, theirs)):
+    wanted = dict(chain.from_iterable(entry.tensors.items() for entry in entries))
+    prefix = _common_prefix(wanted, theirs)
+    # A name that is there as it is shows that the prefix is right.
+    if prefix and wanted.keys().isdisjoint(theirs):
         return [f"every name has the prefix {prefix!r}: pass prefix={prefix!r}"]
-    near, far = missing[:_LINES], extra[:_LINES]
-    lines = [f"missing {name} {wanted[name]}{_nearest(name, far)}" for name in near]
-    lines += _more("missing", missing)
-    shapes = {name: tuple(theirs[name]) for name in wanted if name in theirs}
-    wrong = [name for name, shape in shapes.items() if shape != wanted[name]]
-    lines += [f"mis-shaped {n}: expected {wanted[n]}, got {shapes[n]}" for n in wrong[:_LINES]]
-    lines += _more("mis-shaped", wrong)
-    lines += [f"unexpected {name} {tuple(theirs[name])}{_nearest(name, near)}" for name in far]
-    return lines + _more("unexpected", extra)
+    got = {name: tuple(shape) for name, shape in theirs.items()}
+    return _differences(wanted, got, re.compile(layout.ignored))
 
 
-def _more(kind: str, names: list[str]) -> list[str]:
+def _differences(wanted: Shapes, got: Shapes, ignored: re.Pattern[str]) -> list[str]:
+    missing = [name for name in wanted if name not in got]
+    extra = [name for name in got if name not in wanted and not ignored.fullmatch(name)]
+    lines = _unpaired("missing", missing, wanted, extra) + _misshapen(wanted, got)
+    return lines + _unpaired("unexpected", extra, got, missing)
+
+
+def _misshapen(wanted: Shapes, got: Shapes) -> list[str]:
+    wrong = [name for name in wanted if name in got and got[name] != wanted[name]]
+    return _listed("mis-shaped", wrong, lambda name: f": expected {wanted[name]}, got {got[name]}")
+
+
+def _unpaired(kind: str, names: list[str], shapes: Shapes, others: list[str]) -> list[str]:
+    # The search for like names is quadratic: it sees the names that are shown.
+    shown = others[:_LINES]
+    return _listed(kind, names, lambda name: f" {shapes[name]}{_nearest(name, shown)}")
+
+
+def _listed(kind: str, names: list[str], detail: Callable[[str], str]) -> list[str]:
+    lines = [f"{kind} {name}{detail(name)}" for name in names[:_LINES]]
     left = len(names) - _LINES
-    return [f"{kind}: {left} more"] if left > 0 else []
+    if left > 0:
+        lines.append(f"{kind}: {left} more")
+    return lines
 
 
-def _common_prefix(wanted: Mapping[str, Shape], theirs: Mapping[str, Shape]) -> str:
+def _common_prefix(wanted: Shapes, theirs: Shapes) -> str:
+    """Return the prefix under which every name is there, "" if there is none."""
     first = next(iter(wanted), "")
-    prefixes = [name.removesuffix(first) for name in theirs if first and name.endswith("." + first)]
-    return next(
-        (prefix for prefix in prefixes if all(prefix + name in theirs for name in wanted)), ""
-    )
+    ends = [name for name in theirs if first and name.endswith("." + first)]
+    for prefix in (name.removesuffix(first) for name in ends):
+        if all(prefix + name in theirs for name in wanted):
+            return prefix
+    return ""
 
 
 def _nearest(name: str, names: list[str]) -> str:

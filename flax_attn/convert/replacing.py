@@ -12,7 +12,8 @@ from os import PathLike
 from pathlib import Path
 
 _UNFINISHED: set[Path] = set()
-HELD = threading.RLock()  # while the process must not end by `abandon`
+# Held while the process must not end by `abandon`.
+HELD = threading.RLock()
 
 
 @contextmanager
@@ -33,21 +34,23 @@ def replacing(path: str | PathLike[str]) -> Iterator[Path]:
         ...     before, os.listdir(folder)
         (False, ['x.txt'])
     """
-    target = Path(os.path.realpath(path))  # of a link, what it leads to
+    # Of a link, what it leads to is replaced.
+    target = Path(os.path.realpath(path))
     if target.exists() and not target.is_file():
         yield target
         return
     # The suffix stays: writers choose the format by it.
-    with unfinished(
-        target.with_name(f".{target.stem}.{secrets.token_hex(4)}{target.suffix}")
-    ) as whole:
+    token = secrets.token_hex(4)
+    name = f".{target.stem}.{token}{target.suffix}"
+    with unfinished(target.with_name(name)) as whole:
         try:
             yield whole
             if target.exists():
                 shutil.copymode(target, whole)
             os.replace(whole, target)
         except OSError as error:
-            error.filename = str(target)  # a full disk names none, and the other one is gone
+            # A full disk names no file, and the other error names one that is gone.
+            error.filename = str(target)
             raise
 
 

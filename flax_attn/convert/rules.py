@@ -1,21 +1,18 @@
-"""The engine of conversion: invertible rules, planned in full before anything is moved."""
+"""The engine of conversion: invertible rules, and the entries that they make."""
 
 from __future__ import annotations
 
 import re
-from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 from einops import EinopsError, rearrange
 
 Shape = tuple[int, ...]
 Arrays = Mapping[str, np.ndarray]
-Axes = Callable[
-    [str], Mapping[str, int]
-]  # the sizes of einops axes that a shape alone does not give, at a prefix
+# The sizes of einops axes that a shape alone does not give, at a prefix.
+Axes = Callable[[str], Mapping[str, int]]
 
 
 class ConversionError(ValueError):
@@ -56,14 +53,16 @@ class Rule:
     beside: str = ""
 
     def __post_init__(self):
-        names = [
-            sorted(re.findall(r"{(\w+)}", name))
-            for name in (*self.ours, self.theirs, *([self.beside] if self.beside else []))
-        ]
-        if any(found != sorted(set(names[0])) for found in names):
+        names = [*self.ours, self.theirs]
+        if self.beside:
+            names.append(self.beside)
+        placeholders = [sorted(re.findall(r"{(\w+)}", name)) for name in names]
+        once = sorted(set(placeholders[0]))
+        if any(found != once for found in placeholders):
+            ours = ", ".join(self.ours)
             raise ConversionError(
                 "a rule can be read both ways if each of its names has the same placeholders, each"
-                f" once; got {', '.join(self.ours)} and {self.theirs}"
+                f" once; got {ours} and {self.theirs}"
             )
 
 
@@ -106,12 +105,11 @@ class Entry:
 
     def join(self, arrays: Arrays) -> np.ndarray:
         """Return the entry made from our parameters, as an array of its own."""
-        parts = [
-            self._arrange(arrays[name], shape)
-            for name, shape in zip(self.ours, self.shapes, strict=True)
-        ]
+        named = zip(self.ours, self.shapes, strict=True)
+        parts = [self._arrange(arrays[name], shape) for name, shape in named]
         if self.rule.interleaved:
             return np.stack(parts, self.rule.axis + 1).reshape(self.shape)
+        # A number alone has no axis to be joined along.
         joined = np.concatenate(parts, self.rule.axis) if len(parts) > 1 else parts[0]
         return np.array(joined.reshape(self.shape), order="C")
 
@@ -134,11 +132,9 @@ class Entry:
 
     def pieces(self, array: np.ndarray) -> dict[str, np.ndarray]:
         """Return what is stored of the entry, by its name."""
-        return (
-            dict(zip(self.tensors, array, strict=True))
-            if "*" in self.theirs
-            else {self.theirs: array}
-        )
+        if "*" not in self.theirs:
+            return {self.theirs: array}
+        return dict(zip(self.tensors, array, strict=True))
 
     def whole(self, stored: Mapping[str, np.ndarray]) -> np.ndarray:
         """Return the entry made from what is stored of it: the inverse of `pieces`."""
@@ -148,51 +144,53 @@ class Entry:
     @property
     def their_shapes(self) -> list[Shape]:
         """The shape of each part within the entry."""
-        one = np.empty((), bool)  # seen in any shape, it takes no more memory
+        # An element seen in any shape takes no more memory.
+        one = np.empty((), bool)
         return [self._arrange(np.broadcast_to(one, s), s).shape for s in self.shapes]
 
     @property
     def shape(self) -> Shape:
         """The shape of the entry."""
-        shapes, axis = self.their_shapes, self.rule.axis
-        if len(shapes) == 1 and not self.rule.grouped:
-            return shapes[0]
-        joined = (*shapes[0][:axis], sum(shape[axis] for shape in shapes), *shapes[0][axis + 1 :])
-        return (joined[0] * joined[1], *joined[2:]) if self.rule.grouped else joined
+        joined, *others = map(list, self.their_shapes)
+        for shape in others:
+            joined[self.rule.axis] += shape[self.rule.axis]
+        if self.rule.grouped:
+            joined[:2] = [joined[0] * joined[1]]
+        return tuple(joined)
 
     def fits_together(self) -> bool:
         """Whether the parts agree on all axes but the one they are joined along."""
-        rests = {
-            shape[: self.rule.axis] + shape[self.rule.axis + 1 :] for shape in self.their_shapes
-        }
+        axis = self.rule.axis
+        rests = {shape[:axis] + shape[axis + 1 :] for shape in self.their_shapes}
         return len(self.ours) == 1 or len(rests) == 1
 
     def _cut(self, array: np.ndarray) -> list[np.ndarray]:
+        axis = self.rule.axis
+        count = len(self.ours)
         if self.rule.grouped:
-            array = array.reshape(self.their_shapes[0][0], -1, *array.shape[1:])
-        if len(self.ours) == 1:
+            groups = self.their_shapes[0][0]
+            array = array.reshape(groups, -1, *array.shape[1:])
+        if count == 1:
             return [array]
         if self.rule.interleaved:
-            turns = np.moveaxis(array, self.rule.axis, 0)
-            return [
-                np.moveaxis(turns[i :: len(self.ours)], 0, self.rule.axis)
-                for i in range(len(self.ours))
-            ]
-        widths = [shape[self.rule.axis] for shape in self.their_shapes]
-        return np.split(array, np.cumsum(widths)[:-1], self.rule.axis)
+            # With the axis in front, each part is every so-many-th row.
+            rows = np.moveaxis(array, axis, 0)
+            parts = [rows[i::count] for i in range(count)]
+            return [np.moveaxis(part, 0, axis) for part in parts]
+        widths = [shape[axis] for shape in self.their_shapes]
+        return np.split(array, np.cumsum(widths)[:-1], axis)
 
     def _arrange(self, array: np.ndarray, shape: Shape, back: bool = False) -> np.ndarray:
         """Bring a parameter of this shape to its place in the entry, or back."""
         if not self.rule.pattern:
             return array
         left, right = self.rule.pattern.split(" -> ")
-        sizes = {axis: size for axis, size in self.axes.items() if axis in re.findall(r"\w+", left)}
+        pattern = f"{right} -> {left}" if back else self.rule.pattern
+        # einops refuses sizes of axes that the pattern does not have.
+        known = re.findall(r"\w+", left)
+        sizes = {axis: size for axis, size in self.axes.items() if axis in known}
         try:
-            return rearrange(
-                array,
-                f"{right} -> {left}" if back else f"{left} -> {right}",
-                **sizes | _named(left, shape),
-            )
+            return rearrange(array, pattern, **sizes | _named(left, shape))
         except EinopsError as error:
             raise ConversionError(
                 f"{', '.join(self.ours)} of shape {array.shape} does not read as {left!r}. "
@@ -204,99 +202,7 @@ def _named(side: str, shape: Shape) -> dict[str, int]:
     """Return the sizes of the axes outside parentheses: all of `"i n h"`, only i of `"(n h) i"`."""
     axes = re.findall(r"\([^)]*\)|\S+", side)
     if "..." in axes:
+        # The axes after the ellipsis are counted from the end of the shape.
         at = axes.index("...")
         axes[at : at + 1] = ["..."] * (len(shape) - len(axes) + 1)
     return {axis: size for axis, size in zip(axes, shape, strict=False) if axis.isidentifier()}
-
-
-def no_axes(prefix: str) -> Mapping[str, int]:
-    """Give no sizes: the shapes give them all."""
-    return {}
-
-
-def plan(
-    shapes: Mapping[str, Shape],
-    layout: Layout,
-    axes: Axes = no_axes,
-    statistics: Collection[str] = (),
-) -> list[Entry]:
-    """Return one entry for each name of the layout, every parameter belonging to exactly one.
-
-    Args:
-        shapes: shapes of our parameters, by name.
-        layout: layout that stores them.
-        axes: the sizes of einops axes within a prefix, such as `{"h": 64}` at `"block.att."` for
-            `"i (n h) -> i n h"`; those that are alone on the left of a pattern are read from the
-            shape.
-        statistics: the names among `shapes` that are running statistics.
-
-    Raises:
-        ConversionError: if the layout has no place for a parameter, or one entry for two.
-    """
-    entries, free = apply_rules(shapes, layout.rules, axes)
-    if free:
-        raise ConversionError(
-            f"this layout has no place for {', '.join(f'{n} {s}' for n, s in free.items())}. Rules"
-            " for some of the parameters go to convert.auto(flax_module, torch_module, rules=...),"
-            " which pairs the rest"
-        )
-    _check_distinct(entries)
-    return [replace(entry, trainable=not set(entry.ours) <= set(statistics)) for entry in entries]
-
-
-def apply_rules(
-    shapes: Mapping[str, Shape], rules: Sequence[Rule], axes: Axes = no_axes
-) -> tuple[list[Entry], dict[str, Shape]]:
-    """Return the entries that rules make, and the parameters that they leave."""
-    entries, free = [], dict(shapes)
-    for rule in rules:
-        for name in list(free):
-            entry = _apply(rule, name, free, shapes, axes)
-            if entry is not None and entry.fits_together():
-                entries.append(entry)
-                free = {name: shape for name, shape in free.items() if name not in entry.ours}
-    return entries, free
-
-
-def _apply(
-    rule: Rule, name: str, free: Mapping[str, Shape], every: Mapping[str, Shape], axes: Axes
-) -> Entry | None:
-    found = _expression(rule.ours[0]).fullmatch(name)
-    if found is None:
-        return None
-    prefix, parts = found[1] or "", found.groupdict()
-    ours = tuple(prefix + own.format(**parts) for own in rule.ours)
-    if not all(own in free for own in ours) or (
-        rule.beside and prefix + rule.beside.format(**parts) not in every
-    ):
-        return None
-    shapes = tuple(free[own] for own in ours)
-    return Entry(rule, ours, prefix + rule.theirs.format(**parts), shapes, _enclosing(name, axes))
-
-
-def _enclosing(name: str, axes: Axes) -> dict[str, int]:
-    """Return the sizes given at the prefixes of a name; those of a longer prefix count more."""
-    parts = [f"{part}." for part in name.split(".")]
-    sizes = {}
-    for i in range(len(parts)):
-        sizes |= axes("".join(parts[:i]))
-    return sizes
-
-
-@lru_cache
-def _expression(name: str) -> re.Pattern[str]:
-    """Return the regular expression of a name: any prefix, the name, one part per placeholder."""
-    return re.compile(r"(.*\.)?" + re.sub(r"\\{(\w+)\\}", r"(?P<\1>[^.]+)", re.escape(name)))
-
-
-def _check_distinct(entries: list[Entry]) -> None:
-    makers = defaultdict(list)
-    for entry in entries:
-        makers[entry.theirs].append(" and ".join(entry.ours))
-    clashes = [
-        f"{name} of {', and of '.join(ours)}" for name, ours in makers.items() if len(ours) > 1
-    ]
-    if clashes:
-        raise ConversionError(
-            f"an entry is made once; this layout makes {'; '.join(clashes)}. Rename one in a Layout"
-        )

@@ -54,8 +54,9 @@ def stacked_layers(module: object) -> Layers | None:
 
 def children(module: Any, layers: Layers) -> dict[int, tuple[Any, int]]:
     """Return the stacked child of each layer, in order, with the index of the layer in it."""
+    # A module whose layers are all of one kind holds its stacked child itself, not in a list.
     stacked = [module.block] if len(layers) == 1 else module.block
-    return {layer: (stacked[m], i) for layer, (m, i) in enumerate(places(layers))}
+    return {layer: (stacked[child], i) for layer, (child, i) in enumerate(places(layers))}
 
 
 def places(layers: Layers) -> list[tuple[int, int]]:
@@ -65,7 +66,10 @@ def places(layers: Layers) -> list[tuple[int, int]]:
         >>> places(((0,), (1, 3), (2, 4)))
         [(0, 0), (1, 0), (2, 0), (1, 1), (2, 1)]
     """
-    where = {layer: (m, i) for m, own in enumerate(layers) for i, layer in enumerate(own)}
+    where = {}
+    for child, own in enumerate(layers):
+        # A child may hold layers that do not follow one another.
+        where |= {layer: (child, i) for i, layer in enumerate(own)}
     return [where[layer] for layer in range(len(where))]
 
 
@@ -79,13 +83,19 @@ def layers_of(path: tuple, stacks: Mapping[tuple, Layers]) -> Iterator[tuple[tup
         [(('blocks', 1, 'norm'), 0), (('blocks', 2, 'norm'), 1)]
     """
     for i, part in enumerate(path):
-        if part == _CHILD and (layers := stacks.get(path[:i])):
-            several = len(layers) > 1
-            if several and len(path) == i + 1:  # the list of children, which has no name
+        layers = stacks.get(path[:i])
+        if part != _CHILD or not layers:
+            continue
+        rest = path[i + 1 :]
+        child = 0
+        if len(layers) > 1:
+            # The list of children itself has no name.
+            if not rest:
                 return
-            own, rest = layers[path[i + 1] if several else 0], path[i + 1 + several :]
-            yield from (((*path[:i], layer, *rest), place) for place, layer in enumerate(own))
-            return
+            child, *rest = rest
+        for place, layer in enumerate(layers[child]):
+            yield (*path[:i], layer, *rest), place
+        return
     yield path, None
 
 
@@ -93,12 +103,15 @@ def whole(
     tensors: Mapping[str, Tensor], arrays: Mapping[str, Any]
 ) -> Iterator[tuple[nnx.Variable, list[Any]]]:
     """Return each variable with its arrays: its only one, or those of all its layers in order."""
+    # The names of the layers of each stacked variable, by its id.
     stacked: dict[int, dict[int, str]] = {}
     for name, array in arrays.items():
         tensor = tensors[name]
         if isinstance(tensor, LayerSlice):
-            stacked.setdefault(id(tensor.variable), {})[tensor.layer] = name
+            layers = stacked.setdefault(id(tensor.variable), {})
+            layers[tensor.layer] = name
         else:
             yield tensor, [array]
     for names in stacked.values():
-        yield tensors[names[0]].variable, [arrays[names[layer]] for layer in range(len(names))]
+        in_order = [arrays[names[layer]] for layer in range(len(names))]
+        yield tensors[names[0]].variable, in_order

@@ -74,11 +74,15 @@ class Check:
             f"{self.name}: error {self.error:.3g} at {self.worst!r}, the rule is {self.limit:.0e}"
         )
         if self.where:
-            index, flax, torch = (self.where[key] for key in ("index", "flax", "torch"))
-            line += f"; worst element {tuple(index)}: flax {flax:.9g}, torch {torch:.9g}"
-            if np.isfinite(flax) != np.isfinite(torch):
-                line += f", not finite in {'torch' if np.isfinite(flax) else 'flax'} alone"
+            line += f"; worst element {self._element()}"
         return f"{line} ({self.note})" if self.note else line
+
+    def _element(self) -> str:
+        flax, torch = self.where["flax"], self.where["torch"]
+        text = f"{tuple(self.where['index'])}: flax {flax:.9g}, torch {torch:.9g}"
+        if np.isfinite(flax) == np.isfinite(torch):
+            return text
+        return f"{text}, not finite in {'torch' if np.isfinite(flax) else 'flax'} alone"
 
 
 def finite(value: Any) -> Any:
@@ -121,22 +125,23 @@ def worst_of(
         reference: arrays that the errors are relative to, if not `torch`; None without arrays.
     """
     reference = torch if reference is None else reference
+    # NaN is worse than any number, and larger than none.
     worst = max(errors, key=lambda key: (np.isnan(errors[key]), errors[key]), default="")
-    if not errors or (
-        errors[worst] <= limit and reference is not None and not any_finite(reference)
-    ):
+    if not errors:
         return Check(name, np.inf, limit, nothing=NOTHING)
+    holds = errors[worst] <= limit
+    if holds and reference is not None and not any_finite(reference):
+        return Check(name, np.inf, limit, nothing=NOTHING)
+    # A gradient may be missing on one side, and then has no worst element.
     both = flax and torch and worst in flax and worst in torch
     where = _where(flax[worst], torch[worst]) if both else {}
-    measured_by = reference or {}
-    without = [
-        key for key in errors if key in measured_by and not any_finite({key: measured_by[key]})
-    ]
+    arrays = reference or {}
+    without = [key for key in errors if key in arrays and not np.isfinite(arrays[key]).any()]
     notes = [note] if note else []
-    notes += [f"without a finite number to compare: {', '.join(without)}"] if without else []
-    return Check(
-        name, float(errors[worst]), limit, worst, "; ".join(notes), errors=errors, where=where
-    )
+    if without:
+        notes.append(f"without a finite number to compare: {', '.join(without)}")
+    note = "; ".join(notes)
+    return Check(name, float(errors[worst]), limit, worst, note, errors=errors, where=where)
 
 
 def any_finite(arrays: Mapping[str, np.ndarray]) -> bool:
@@ -147,12 +152,14 @@ def any_finite(arrays: Mapping[str, np.ndarray]) -> bool:
 def _where(flax: np.ndarray, torch: np.ndarray) -> dict[str, Any]:
     if flax.shape != torch.shape or not flax.size:
         return {}
-    flax, torch = numbers(flax), numbers(torch)
+    flax = numbers(flax)
+    torch = numbers(torch)
     with np.errstate(invalid="ignore"):
         distance = np.abs(flax - torch)
     # Not finite in one framework alone is an infinite distance; alike in both is none.
     alike = (flax == torch) | (np.isnan(flax) & np.isnan(torch))
-    distance = np.where(np.isnan(distance), np.where(alike, 0, np.inf), distance)
+    distance = np.where(np.isnan(distance), np.inf, distance)
+    distance = np.where(alike, 0, distance)
     index = np.unravel_index(int(np.argmax(distance)), flax.shape)
     return {
         "index": [int(i) for i in index],

@@ -6,76 +6,62 @@ report.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
-import ml_dtypes
 import numpy as np
 
 from flax_attn.parity import tolerance
 from flax_attn.parity.adapters.adapter import (
     AdapterError,
+    Arrays,
     BothRaise,
     NothingCompared,
     NotRun,
     PairingError,
     Result,
-    RunSpec,
     is_floating,
 )
 from flax_attn.parity.check import NOTHING, Check, any_finite, worst_of
+from flax_attn.parity.index_probe import index_probe
+from flax_attn.parity.lower_dtype import lower_dtype
 from flax_attn.parity.pair import LOWER, Pair
-from flax_attn.parity.stress import STRESS_INPUTS, draws, stress
+from flax_attn.parity.stress import STRESS_INPUTS, stress
 from flax_attn.parity.training import check_choice
 
 
 def shapes(pair: Pair) -> Check:
     """Names, shapes and dtypes of the outputs."""
-    ours, theirs = pair.run("flax", pair.uncompiled), pair.plain
-    names = [*theirs.outputs, *(name for name in ours.outputs if name not in theirs.outputs)]
-    seen = {name: (_described(ours, name), _described(theirs, name)) for name in names}
-    errors = {
-        f"{name}: flax {left}, torch {right}": float(left != right)
-        for name, (left, right) in seen.items()
-    }
+    ours = pair.run("flax", pair.uncompiled)
+    theirs = pair.plain
+    errors = {}
+    # Those of PyTorch come first; a dictionary keeps one of each name.
+    for name in {**theirs.outputs, **ours.outputs}:
+        left = _described(ours, name)
+        right = _described(theirs, name)
+        errors[f"{name}: flax {left}, torch {right}"] = float(left != right)
     return worst_of("shapes", errors, 0.0)
 
 
 def weights(pair: Pair) -> Check:
     """Check coverage and round trip: every numbered element is converted and found exactly once."""
+    _check_shared(pair)
+    return worst_of("weights", dict(index_probe(pair)), 0.0)
+
+
+def _check_shared(pair: Pair) -> None:
     if not pair.has_parameters:
         raise NotRun("there are no parameters")
     if not pair.shares_weights:
         raise NotRun("without a layout it is not known which parameter is which")
-    return worst_of("weights", dict(_probe(pair)), 0.0)
-
-
-def _probe(pair: Pair) -> Iterator[tuple[str, float]]:
-    start, elements = 1, []
-    for entry in pair.entries:
-        size = int(np.prod(entry.shape))
-        numbers = np.arange(start, start + size).reshape(entry.shape)
-        parts = entry.split(numbers)
-        again = entry.join(parts)
-        yield (
-            entry.theirs,
-            float((again != numbers).sum()) if again.shape == numbers.shape else np.inf,
-        )
-        elements += [np.ravel(part) for part in parts.values()]
-        start += size
-    found = np.sort(np.concatenate(elements)) if elements else np.arange(0)
-    yield (
-        "every element once",
-        float((found != np.arange(1, start)).sum()) if len(found) == start - 1 else np.inf,
-    )
 
 
 def forward(pair: Pair) -> Check:
     """Outputs in float64."""
     try:
         ours, theirs = pair.both(pair.float64)
-    except BothRaise as error:  # every pair has outputs, so this check applies to each
+    except BothRaise as error:
+        # Every pair has outputs, so this check applies to each.
         raise NothingCompared(f"{error}. Pass inputs that both can be differentiated on") from None
     errors = tolerance.relative(ours.outputs, theirs.outputs)
     arrays = {"flax": ours.outputs, "torch": theirs.outputs}
@@ -113,22 +99,15 @@ def gradients(pair: Pair) -> Check:
     reference = pair.shared(theirs.gradients)
     if not reference:
         raise NotRun("no parameter is shared and no input is floating")
+    notes = []
     null = _without_effect(ours.gradients, reference)
-    notes = [f"no effect on the outputs: {', '.join(null)}"] if null else []
-    notes += (
-        ["parameters are not shared: inputs only"]
-        if pair.has_parameters and not pair.shares_weights
-        else []
-    )
+    if null:
+        notes.append(f"no effect on the outputs: {', '.join(null)}")
+    if pair.has_parameters and not pair.shares_weights:
+        notes.append("parameters are not shared: inputs only")
     errors = tolerance.gradient_errors(ours.gradients, reference)
-    return worst_of(
-        "gradients",
-        errors,
-        tolerance.GRADIENT,
-        "; ".join(notes),
-        flax=ours.gradients,
-        torch=reference,
-    )
+    arrays = {"flax": ours.gradients, "torch": reference}
+    return worst_of("gradients", errors, tolerance.GRADIENT, "; ".join(notes), **arrays)
 
 
 def _check_numbers(pair: Pair, names: Iterable[str]) -> None:
@@ -137,101 +116,25 @@ def _check_numbers(pair: Pair, names: Iterable[str]) -> None:
         raise NothingCompared(NOTHING)
 
 
-def _without_effect(
-    ours: Mapping[str, np.ndarray], reference: Mapping[str, np.ndarray]
-) -> list[str]:
-    null = tolerance.null_directions(reference)
-    masks = {
-        name: m
-        for name, m in tolerance.nonzero_gradient(ours, reference).items()
-        if name not in null
-    }
-    partly = [
-        f"{(~mask).sum()} of {mask.size} elements of {name}"
-        for name, mask in masks.items()
-        if not mask.all()
-    ]
-    return sorted(null) + partly
+def _without_effect(ours: Arrays, reference: Arrays) -> list[str]:
+    found = sorted(tolerance.null_directions(reference))
+    null = set(found)
+    for name, mask in tolerance.nonzero_gradient(ours, reference).items():
+        if name not in null and not mask.all():
+            found.append(f"{(~mask).sum()} of {mask.size} elements of {name}")
+    return found
 
 
 def second(pair: Pair) -> Check:
     """Derivative of the gradients along a random direction, in float64."""
     _check_numbers(pair, pair.cotangents)
-    spec = pair.run_spec("second", cotangents=pair.cotangents, tangents=pair.tangents)
     if not pair.tangents:
         raise NotRun("no parameter is shared and no input is floating")
+    spec = pair.run_spec("second", cotangents=pair.cotangents, tangents=pair.tangents)
     ours, theirs = pair.both(spec)
     reference = pair.shared(theirs.second)
     errors = tolerance.gradient_errors(ours.second, reference)
     return worst_of("second", errors, tolerance.SECOND, flax=ours.second, torch=reference)
-
-
-def lower(dtype: str, pair: Pair) -> Check:
-    """Outputs and gradients in a lower dtype, against PyTorch's own error in it."""
-    spec = pair.lower[dtype]
-    try:
-        theirs = draws(pair, "torch", spec)
-    except AdapterError as error:
-        raise NotRun(f"the rule is PyTorch's own error, and {error}") from None
-    ours = _in_lower_dtype(pair, spec)
-    reference, eps = pair.reference, float(ml_dtypes.finfo(dtype).eps)
-    outputs = {name: output for name, output in reference.outputs.items() if is_floating(output)}
-    gradients = {
-        name: g for name, g in pair.shared(reference.gradients).items() if name not in pair.null
-    }
-    forward, backward = (
-        [getattr(draw, kind) for draw in theirs] for kind in ("outputs", "gradients")
-    )
-    measured = _measured(forward, outputs) | _measured(backward, gradients)
-    if not any_finite({**outputs, **gradients}):
-        raise NothingCompared(NOTHING)
-    if not any_finite(measured):
-        raise NotRun(
-            f"the rule is PyTorch's own error, and nothing that it returns in {dtype} is finite"
-        )
-
-    def errors_of(ours: Result) -> dict[str, float]:
-        errors = tolerance.lower_dtype(ours.outputs, forward, outputs, tolerance.LOW_FORWARD, eps)
-        return errors | tolerance.lower_dtype(
-            ours.gradients, backward, gradients, tolerance.LOW_GRADIENT, eps
-        )
-
-    errors = errors_of(ours)
-    if not max(errors.values(), default=0.0) <= 1:  # which one rounding alone may do
-        errors = tolerance.median([errors_of(draw) for draw in draws(pair, "flax", spec)])
-    differ = set(ours.dtypes.values()) != set(theirs[0].dtypes.values())
-    note = f"outputs are {ours.dtypes} in flax and {theirs[0].dtypes} in torch" if differ else ""
-    flax, torch = ({**result.outputs, **result.gradients} for result in (ours, theirs[0]))
-    return worst_of(dtype, errors, 1.0, note, flax=flax, torch=torch, reference=measured)
-
-
-def _measured(
-    theirs: Sequence[Mapping[str, np.ndarray]], reference: Mapping[str, np.ndarray]
-) -> dict[str, np.ndarray]:
-    """Return the reference, NaN where PyTorch overflows in the lower dtype."""
-    asked = tolerance.finite_in_all(theirs, reference)
-    return {name: np.where(asked[name], array, np.nan) for name, array in reference.items()}
-
-
-def _in_lower_dtype(pair: Pair, spec: RunSpec) -> Result:
-    on_cpu = getattr(pair.flax, "device", None) is None
-    try:
-        return pair.run("flax", spec)
-    except AdapterError as error:
-        if spec.dtype == "float16" and on_cpu and _MISSING_PRODUCT.search(str(error.__cause__)):
-            raise NotRun(
-                f"XLA has no such float16 product on a CPU: {error}. Pass device= to use a GPU"
-                " or TPU"
-            ) from None
-        raise
-
-
-# Of JAX, which checks some products before it compiles, and of XLA.
-_MISSING_PRODUCT = re.compile(
-    r"^The precision 'F16\w*' is not supported by dot_general on CPU|^UNIMPLEMENTED:"
-    r" (?=.*dot)(?=.*(?<!b)f16)",
-    re.IGNORECASE,
-)
 
 
 def eager(pair: Pair) -> Check:
@@ -249,15 +152,15 @@ def dropout(pair: Pair) -> Check:
             "the calls take no dropout_key, so they cannot be made to drop the same elements"
         )
     ours, theirs = pair.both(pair.training())
-    if all(
-        np.array_equal(theirs.outputs[name], pair.plain.outputs[name], equal_nan=True)
-        for name in theirs.outputs
-    ):
+    if _are_equal(theirs.outputs, pair.plain.outputs):
         raise NotRun("nothing is dropped: train mode returns what eval mode does")
     errors = tolerance.relative(ours.outputs, theirs.outputs)
     errors |= tolerance.gradient_errors(ours.gradients, pair.shared(theirs.gradients))
-    flax, torch = ({**result.outputs, **result.gradients} for result in (ours, theirs))
-    return worst_of("dropout", errors, tolerance.GRADIENT, flax=flax, torch=torch)
+    return worst_of("dropout", errors, tolerance.GRADIENT, flax=ours.arrays, torch=theirs.arrays)
+
+
+def _are_equal(ours: Arrays, theirs: Arrays) -> bool:
+    return all(np.array_equal(ours[name], theirs[name], equal_nan=True) for name in ours)
 
 
 def unbatched(pair: Pair) -> Check:
@@ -267,17 +170,18 @@ def unbatched(pair: Pair) -> Check:
         raise NotRun("the inputs have no batch axis in common")
     if sizes == {0}:
         raise NothingCompared(NOTHING)
+    first = {name: x[0] for name, x in pair.inputs.items()}
     try:
-        ours, theirs = pair.both(
-            pair.run_spec("unbatched", inputs={name: x[0] for name, x in pair.inputs.items()})
-        )
+        ours, theirs = pair.both(pair.run_spec("unbatched", inputs=first))
     except AdapterError as error:
         raise NotRun(f"one of the calls takes batches only: {error}") from None
-    with_rows = {
-        name: output for name, output in pair.plain.outputs.items() if output.ndim and len(output)
-    }
-    rows = {name: np.asarray(output[0]) for name, output in with_rows.items()}
-    if max(tolerance.relative(theirs.outputs, rows).values(), default=np.inf) > tolerance.FORWARD:
+    rows = {}
+    for name, output in pair.plain.outputs.items():
+        if output.ndim and len(output):
+            rows[name] = np.asarray(output[0])
+    # A module without a batch axis returns something else for one row.
+    apart = tolerance.relative(theirs.outputs, rows)
+    if max(apart.values(), default=np.inf) > tolerance.FORWARD:
         raise NotRun("PyTorch takes the first axis of any input as a batch")
     errors = tolerance.relative(ours.outputs, theirs.outputs)
     return worst_of("unbatched", errors, tolerance.FORWARD, reference=theirs.outputs)
@@ -288,45 +192,38 @@ def cache(pair: Pair) -> Check:
     cached = [framework for framework in ("flax", "torch") if getattr(pair, framework).has_cache]
     if not cached:
         raise NotRun("no call computes in steps: pass flax_cached or torch_cached")
-    reference, errors = pair.plain.outputs, {}
+    reference = pair.plain.outputs
+    # Both are compared with PyTorch without a cache, so that no error cancels.
+    spec = pair.run_spec("cached", cached=True)
+    errors = {}
     for framework in cached:
-        outputs = pair.run(framework, pair.run_spec("cached", cached=True)).outputs
-        errors |= {
-            f"{framework}: {name}": error
-            for name, error in tolerance.relative(outputs, reference).items()
-        }
+        own = tolerance.relative(pair.run(framework, spec).outputs, reference)
+        errors |= {f"{framework}: {name}": error for name, error in own.items()}
     return worst_of("cache = full", errors, tolerance.FORWARD, reference=reference)
 
 
 def training(pair: Pair) -> Check:
     """Losses and parameters over the steps of the recipe in float64."""
-    if not pair.has_parameters:
-        raise NotRun("there are no parameters")
-    if not pair.shares_weights:
-        raise NotRun("without a layout it is not known which parameter is which")
+    _check_shared(pair)
     _check_numbers(pair, [pair.training_spec().output])
-    # A parameter without effect moves by rounding only, which Adam scales up to a full step.
-    nonzero_gradient = tolerance.nonzero_gradient(
-        pair.flax64.gradients, pair.shared(pair.reference.gradients)
-    )
-    ours, reference = (
-        {
-            name: np.where(nonzero_gradient.get(name, True), value, 0.0)
-            for name, value in arrays.items()
-        }
-        for arrays in pair.trained
-    )
-    reference = {name: value for name, value in reference.items() if name not in pair.null}
+    gradients = pair.shared(pair.reference.gradients)
+    with_effect = tolerance.nonzero_gradient(pair.flax64.gradients, gradients)
+
+    def moved(arrays: Arrays) -> Arrays:
+        # A parameter without effect moves by rounding only, which Adam scales up to a full step.
+        return {name: np.where(with_effect.get(name, True), a, 0.0) for name, a in arrays.items()}
+
+    ours, theirs = pair.trained
+    ours = moved(ours)
+    reference = {name: a for name, a in moved(theirs).items() if name not in pair.null}
     errors = tolerance.relative(ours, reference)
     return worst_of("training", errors, tolerance.TRAINING, flax=ours, torch=reference)
 
 
 def _described(result: Result, name: str) -> str:
-    return (
-        f"{result.dtypes[name]}{list(result.outputs[name].shape)}"
-        if name in result.outputs
-        else "nothing"
-    )
+    if name not in result.outputs:
+        return "nothing"
+    return f"{result.dtypes[name]}{list(result.outputs[name].shape)}"
 
 
 #: The checks of a comparison by name, in the order in which they run.
@@ -336,7 +233,7 @@ CHECKS: dict[str, Callable[[Pair], Check]] = {
     "forward": forward,
     "gradients": gradients,
     "second": second,
-    **{dtype: partial(lower, dtype) for dtype in LOWER},
+    **{dtype: partial(lower_dtype, dtype) for dtype in LOWER},
     "jit = eager": eager,
     "dropout": dropout,
     "unbatched": unbatched,
@@ -364,6 +261,7 @@ def run_checks(
         ValueError: if a name is unknown.
         PairingError: if one of the modules cannot be run at all.
     """
+    # All names are checked before the first check runs, which may take minutes.
     for name in names or ():
         check_choice("check", name, CHECKS)
     return _run_checks(pair, names, wanted, watch)

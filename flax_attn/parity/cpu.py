@@ -18,5 +18,6 @@ def on_cpu() -> Iterator[None]:
         ...     jnp.ones(2).dtype
         dtype('float64')
     """
+    # Both are settings of the thread, and return to what they were.
     with jax.enable_x64(True), jax.default_device(jax.local_devices(backend="cpu")[0]):
         yield

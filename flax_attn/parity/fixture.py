@@ -32,10 +32,12 @@ def parity(request: pytest.FixtureRequest) -> Callable[..., Report]:
     """Compare two modules, and fail the test where they differ."""
 
     def check(*arguments, **options) -> Report:
-        __tracebackhide__ = True  # what failed is the line of the test
+        # What failed is the line of the test.
+        __tracebackhide__ = True
         try:
             report = compare(*arguments, **{"name": request.node.name, **options})
         except PairingError as error:
+            # Without the frames of the comparison.
             raise error.with_traceback(None) from error.__cause__
         report = replace(report, command=f"pytest '{request.node.nodeid}'")
         if not report.passed:

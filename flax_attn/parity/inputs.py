@@ -8,7 +8,8 @@ import numpy as np
 from flax_attn import convert
 from flax_attn.parity.adapters.adapter import Arrays, PairingError, is_floating
 
-Inputs = Any  # a list of arrays or shapes, a mapping of them by name, or one of them
+# A list of arrays or shapes, a mapping of them by name, or one of them.
+Inputs = Any
 
 
 def named_inputs(inputs: Inputs, seed: int) -> Arrays:
@@ -21,27 +22,23 @@ def named_inputs(inputs: Inputs, seed: int) -> Arrays:
         >>> {name: array.shape for name, array in named_inputs([(3, 2), [1, 0]], seed=0).items()}
         {'input 0': (3, 2), 'input 1': (2,)}
     """
-    if hasattr(inputs, "shape") or (
-        isinstance(inputs, tuple) and all(isinstance(size, int) for size in inputs)
-    ):
-        inputs = [inputs]  # one array, or one shape
+    shape = isinstance(inputs, tuple) and all(isinstance(size, int) for size in inputs)
+    # One array, or one shape.
+    if shape or hasattr(inputs, "shape"):
+        inputs = [inputs]
     if not isinstance(inputs, Mapping | Sequence) or isinstance(inputs, str) or not inputs:
-        got = (
-            type(inputs).__name__
-            if inputs or not isinstance(inputs, Sequence)
-            else f"an empty {inputs!r}"
-        )
+        got = type(inputs).__name__
+        if isinstance(inputs, Sequence) and not inputs:
+            got = f"an empty {inputs!r}"
         raise PairingError(
             f"inputs are a list of arrays or of shapes, or a mapping of them by name; got {got}."
             " Pass [x] for one array x"
         )
+    if not isinstance(inputs, Mapping):
+        inputs = {f"input {i}": value for i, value in enumerate(inputs)}
+    # The seed itself draws the parameters.
     random = np.random.default_rng(seed + 1000)
-    named = (
-        inputs.items()
-        if isinstance(inputs, Mapping)
-        else ((f"input {i}", x) for i, x in enumerate(inputs))
-    )
-    return {name: _array(name, value, random) for name, value in named}
+    return {name: _array(name, value, random) for name, value in inputs.items()}
 
 
 def _array(name: str, value: Any, random: np.random.Generator) -> np.ndarray:
@@ -58,6 +55,7 @@ def _array(name: str, value: Any, random: np.random.Generator) -> np.ndarray:
         raise PairingError(
             f"{name} is no array of numbers: {error}. Pass an array, or a shape as a tuple"
         ) from error
+    # Each run casts them to its own dtype.
     if is_floating(array):
         return array.astype(np.float64)
     if array.dtype.kind not in "biu":

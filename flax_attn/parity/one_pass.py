@@ -20,11 +20,10 @@ def note_on_variance(module: Any) -> list[str]:
     """
     if not isinstance(module, nnx.Module):
         return []
-    found = [
-        path
-        for path, node in nnx.iter_graph(module)
-        if isinstance(node, NORMS) and node.use_fast_variance
-    ]
+    found = []
+    for path, node in nnx.iter_graph(module):
+        if isinstance(node, NORMS) and node.use_fast_variance:
+            found.append(path)
     if not found:
         return []
     first = ".".join(map(str, found[0])) or "it"

@@ -12,8 +12,9 @@ import numpy as np
 from flax import nnx
 
 from flax_attn.convert.api import axes_of
+from flax_attn.convert.planning import no_axes, plan
 from flax_attn.convert.problems import problems
-from flax_attn.convert.rules import ConversionError, Entry, Layout, no_axes, plan
+from flax_attn.convert.rules import ConversionError, Entry, Layout
 from flax_attn.parity import tolerance
 from flax_attn.parity.adapters.adapter import (
     Adapter,
@@ -28,7 +29,8 @@ from flax_attn.parity.adapters.adapter import (
 )
 from flax_attn.parity.training import Recipe, TrainingSpec
 
-COTANGENT, TARGET, TANGENT = 1, 2, 3  # added to the seed of a pair, for each thing drawn from it
+# Added to the seed of a pair, for each thing that is drawn from it.
+COTANGENT, TARGET, TANGENT = 1, 2, 3
 LOWER = ("float32", "bfloat16", "float16")
 
 
@@ -62,22 +64,28 @@ class Pair:
         self._results: dict[tuple[str, str], Any] = {}
         self.weights = self.torch.weights()
         if self.entries:
-            self.weights = self._drawn() if self.redraw else self.weights
+            if self.redraw:
+                self.weights = self._drawn()
             self.torch.load(self.weights)
             self.flax.load(self.weights)
-        self.key = np.random.default_rng(self.seed).integers(0, 2**32, 2)
+        random = np.random.default_rng(self.seed)
+        self.key = random.integers(0, 2**32, 2)
 
     def _drawn(self) -> Arrays:
-        # Of the size that keeps the output of a Linear layer as large as its input; what is not
-        # trained is positive, as statistics have to be. What a layout ignores is not shared and
-        # keeps its values.
-        random, weights = np.random.default_rng(self.seed), dict(self.weights)
+        random = np.random.default_rng(self.seed)
         shared = {entry.theirs for entry in self.entries}
+        weights = dict(self.weights)
         for name, array in self.weights.items():
+            # What a layout ignores is not shared and keeps its values.
             if name not in shared:
                 continue
-            drawn = random.normal(size=array.shape) / (array.shape[-1] if array.shape else 1) ** 0.5
-            weights[name] = np.asarray(drawn if name in self.trainable else 0.5 + np.abs(drawn))
+            # Of the size that keeps the output of a Linear layer as large as its input.
+            width = array.shape[-1] if array.shape else 1
+            drawn = random.normal(size=array.shape) / width**0.5
+            # What is not trained is positive, as statistics have to be.
+            if name not in self.trainable:
+                drawn = 0.5 + np.abs(drawn)
+            weights[name] = np.asarray(drawn)
         return weights
 
     @cached_property
@@ -97,11 +105,8 @@ class Pair:
 
     def shared(self, arrays: Mapping[str, np.ndarray]) -> Arrays:
         """Return those of the shared parameters and of the inputs."""
-        return {
-            name: array
-            for name, array in arrays.items()
-            if name in self.trainable or name in self.inputs
-        }
+        names = {*self.trainable, *self.inputs}
+        return {name: array for name, array in arrays.items() if name in names}
 
     def takes(self, extra: str) -> bool:
         """Whether the calls of both take an extra."""
@@ -114,15 +119,17 @@ class Pair:
         return self._once(framework, spec, "run")
 
     def _once(self, framework: str, spec: RunSpec | TrainingSpec, method: str) -> Any:
-        if (framework, spec.name) not in self._results:
+        key = framework, spec.name
+        if key not in self._results:
+            adapter = self.flax if framework == "flax" else self.torch
             try:
-                made = getattr(getattr(self, framework), method)(spec)
-                self._results[framework, spec.name] = made
+                self._results[key] = getattr(adapter, method)(spec)
             except NotRun:
                 raise
-            except Exception as error:  # any error of a user's module is a result
-                self._results[framework, spec.name] = error
-        result = self._results[framework, spec.name]
+            # Any error of a user's module is a result.
+            except Exception as error:
+                self._results[key] = error
+        result = self._results[key]
         if isinstance(result, Exception):
             raise AdapterError(f"{framework} raised {type(result).__name__}: {result}") from result
         return result
@@ -137,7 +144,8 @@ class Pair:
         return self._both(spec, "run")
 
     def _both(self, spec: RunSpec | TrainingSpec, method: str) -> tuple[Any, Any]:
-        found, errors = [], []
+        found = []
+        errors = []
         for framework in ("flax", "torch"):
             try:
                 found.append(self._once(framework, spec, method))
@@ -171,14 +179,11 @@ class Pair:
     def cotangents_for(self, outputs: Arrays) -> Arrays:
         """Return a random cotangent for each floating output."""
         random = np.random.default_rng(self.seed + COTANGENT)
-        drawn = {
-            name: random.normal(size=array.shape)
-            for name, array in outputs.items()
-            if is_floating(array)
-        }
-        if not drawn:
+        floating = {name: array for name, array in outputs.items() if is_floating(array)}
+        if not floating:
             raise NotRun("no output is floating")
-        return drawn
+        # Under ones, as those of a sum, errors of both signs would cancel.
+        return {name: random.normal(size=array.shape) for name, array in floating.items()}
 
     @property
     def float64(self) -> RunSpec:
@@ -226,15 +231,15 @@ class Pair:
         keys = random.integers(0, 2**32, (self.recipe.steps, 2))
         target = random.normal(size=self.cotangents[output].shape)
         return TrainingSpec(
-            "training",
-            self.recipe,
-            dict(self.inputs),
-            self.extras,
-            output,
-            target,
-            self.cotangents,
-            keys,
-            self.takes("dropout_key"),
+            name="training",
+            recipe=self.recipe,
+            inputs=dict(self.inputs),
+            extras=self.extras,
+            output=output,
+            target=target,
+            cotangents=self.cotangents,
+            keys=keys,
+            train=self.takes("dropout_key"),
         )
 
     @property
@@ -244,6 +249,7 @@ class Pair:
 
     def with_torch(self, torch: Adapter) -> Pair:
         """Return a pair with another PyTorch adapter, such as a faulty one, and the JAX results."""
+        # What was computed in PyTorch goes, and what follows from it.
         other = self._without("plain", "cotangents", "reference", "null")
         other.torch = torch
         other._results = {key: result for key, result in self._results.items() if key[0] == "flax"}
@@ -283,17 +289,12 @@ def weight_map(
             claimed twice.
     """
     try:
-        entries = plan(
-            shapes,
-            layout,
-            axes_of(flax, layout) if isinstance(flax, nnx.Module) else no_axes,
-            statistics,
-        )
+        axes = axes_of(flax, layout) if isinstance(flax, nnx.Module) else no_axes
+        entries = plan(shapes, layout, axes, statistics)
     except ConversionError as error:
         raise PairingError(f"the parameters of the two modules do not pair: {error}") from error
     wrong = problems(entries, theirs, layout)
     if wrong:
-        raise PairingError(
-            "\n  ".join(["the parameters of the two modules do not pair in this layout:", *wrong])
-        )
+        heading = "the parameters of the two modules do not pair in this layout:"
+        raise PairingError("\n  ".join([heading, *wrong]))
     return entries

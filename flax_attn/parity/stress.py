@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -20,7 +20,9 @@ from flax_attn.parity.check import Check, any_finite, worst_of
 from flax_attn.parity.pair import Pair
 from flax_attn.parity.trace.norms import offset_errors
 
-LONG = 193  # tokens: enough for positions to matter, and no multiple of anything
+Change = Callable[[np.ndarray], np.ndarray]
+# Tokens: enough for positions to matter, and no multiple of anything.
+LONG = 193
 
 
 @dataclass(frozen=True)
@@ -61,12 +63,9 @@ def long_sequence(pair: Pair) -> StressInput:
     random = np.random.default_rng(pair.seed)
 
     def lengthen(x):
-        more = (x.shape[0], LONG, *x.shape[2:])
-        return (
-            random.normal(size=more)
-            if is_floating(x)
-            else random.integers(x.min(), x.max() + 1, more)
-        )
+        shape = (x.shape[0], LONG, *x.shape[2:])
+        floats = is_floating(x)
+        return random.normal(size=shape) if floats else random.integers(x.min(), x.max() + 1, shape)
 
     return _tokens(pair, lengthen)
 
@@ -81,15 +80,14 @@ def nonfinite_padding(pair: Pair) -> StressInput:
     lengths = _lengths(pair)
 
     def fill(x):
+        # The inputs of the pair stay as they are.
         x = x.copy()
         for row, length in enumerate(lengths):
             x[row, length:] = np.nan if row % 2 else np.inf
         return x
 
-    inputs = {name: fill(x) if is_floating(x) else x for name, x in pair.inputs.items()}
-    if not any(is_floating(x) for x in pair.inputs.values()):
-        raise NotRun("no input is floating, so none can hold NaN")
-    return StressInput(inputs, {**pair.extras, "lengths": lengths})
+    filled = _each(pair, fill, "no input is floating, so none can hold NaN")
+    return StressInput(filled.inputs, {**pair.extras, "lengths": lengths})
 
 
 STRESS_INPUTS: dict[str, Callable[[Pair], StressInput]] = {
@@ -124,50 +122,49 @@ def stress(name: str, pair: Pair) -> Check:
     if not any_finite(outputs):
         raise NotRun("PyTorch returns no finite number on these inputs")
     spec = replace(plain, name=name, cotangents=pair.cotangents_for(outputs), eager=False)
-    ours, theirs = (_with_gradients(pair, result) for result in pair.both(spec))
+    ours, theirs = pair.both(spec)
     # The effect of rounding shows in float32: of outputs in PyTorch, so that a port that amplifies
     # it fails; of gradients in both, since where a softmax saturates either may be exactly 0 and
     # show none. One draw of it may be a lucky one.
     low = replace(spec, name=f"{name}: float32", dtype="float32")
-    singles = [
-        _with_gradients(pair, result)
-        for result in (pair.run("flax", low), *draws(pair, "torch", low))
-    ]
-    rounding = tolerance.relative(singles[1].outputs, theirs.outputs)
-    errors = tolerance.conditioned(
-        tolerance.relative(ours.outputs, theirs.outputs), rounding, tolerance.FORWARD
-    )
-    rounding = _largest(
-        tolerance.gradient_errors(single.gradients, theirs.gradients) for single in singles
-    )
-    most = tolerance.excesses(theirs.gradients)
-    found = tolerance.gradient_errors(ours.gradients, theirs.gradients)
-    errors |= tolerance.conditioned(found, rounding, tolerance.GRADIENT, most)
+    singles = pair.run("flax", low), *draws(pair, "torch", low)
+    ours, theirs, *singles = [_with_gradients(pair, result) for result in (ours, theirs, *singles)]
+    errors = _output_errors(ours, theirs, singles[1])
+    errors |= _gradient_errors(ours, theirs, singles)
     errors |= within
-    flax, torch = ({**result.outputs, **result.gradients} for result in (ours, theirs))
-    return worst_of(
-        name, errors, 1.0, _nonfinite_outputs(theirs, hard.extras), flax=flax, torch=torch
-    )
+    note = _nonfinite_outputs(theirs, hard.extras)
+    return worst_of(name, errors, 1.0, note, flax=ours.arrays, torch=theirs.arrays)
+
+
+def _output_errors(ours: Result, theirs: Result, single: Result) -> dict[str, float]:
+    rounding = tolerance.relative(single.outputs, theirs.outputs)
+    found = tolerance.relative(ours.outputs, theirs.outputs)
+    return tolerance.conditioned(found, rounding, tolerance.FORWARD)
+
+
+def _gradient_errors(ours: Result, theirs: Result, singles: Sequence[Result]) -> dict[str, float]:
+    reference = theirs.gradients
+    low = [tolerance.gradient_errors(single.gradients, reference) for single in singles]
+    found = tolerance.gradient_errors(ours.gradients, reference)
+    most = tolerance.excesses(reference)
+    return tolerance.conditioned(found, _largest(low), tolerance.GRADIENT, most)
 
 
 def draws(pair: Pair, framework: str, spec: RunSpec) -> list[Result]:
     """Return results in a lower dtype: one rounded to nearest, the others stochastically."""
-    seeds = range(1, tolerance.DRAWS)
-    others = [
-        replace(spec, name=f"{spec.name}, rounding {seed}", rounding_seed=seed) for seed in seeds
-    ]
-    return [pair.run(framework, draw) for draw in (spec, *others)]
+    specs = [spec]
+    for seed in range(1, tolerance.DRAWS):
+        specs.append(replace(spec, name=f"{spec.name}, rounding {seed}", rounding_seed=seed))
+    return [pair.run(framework, draw) for draw in specs]
 
 
-def _largest(errors: Iterable[dict[str, float]]) -> dict[str, float]:
-    first, *others = errors
-    return {name: max(error, *(other[name] for other in others)) for name, error in first.items()}
+def _largest(errors: Sequence[dict[str, float]]) -> dict[str, float]:
+    return {name: max(own[name] for own in errors) for name in errors[0]}
 
 
 def _with_gradients(pair: Pair, result: Result) -> Result:
-    named = {
-        f"gradient of {name}": gradient for name, gradient in pair.shared(result.gradients).items()
-    }
+    shared = pair.shared(result.gradients)
+    named = {f"gradient of {name}": gradient for name, gradient in shared.items()}
     return replace(result, gradients=named)
 
 
@@ -175,28 +172,29 @@ def _nonfinite_outputs(reference: Result, extras: Arrays) -> str:
     # Both may agree in letting through what they should not.
     if "lengths" not in extras:
         return ""
-    bad = [
-        name
-        for name, output in reference.outputs.items()
-        if output.ndim > 1 and output.shape[0] == len(extras["lengths"])
-        for row, length in enumerate(extras["lengths"])
-        if length
-        and not np.isfinite(
-            output[row, :length] if output.shape[1] >= length else output[row]
-        ).all()
-    ]
-    return f"PyTorch lets padding reach real tokens of {', '.join(sorted(set(bad)))}" if bad else ""
+    outputs = reference.outputs
+    bad = [name for name in sorted(outputs) if _reached(outputs[name], extras["lengths"])]
+    return f"PyTorch lets padding reach real tokens of {', '.join(bad)}" if bad else ""
 
 
-def _each(pair: Pair, change: Callable[[np.ndarray], np.ndarray]) -> StressInput:
+def _reached(output: np.ndarray, lengths: np.ndarray) -> bool:
+    """Whether padding reaches a real token of an output, or what is pooled of a row with some."""
+    if output.ndim < 2 or len(output) != len(lengths):
+        return False
+    real = [own[:length] for own, length in zip(output, lengths, strict=True) if length]
+    return not all(np.isfinite(tokens).all() for tokens in real)
+
+
+def _each(pair: Pair, change: Change, otherwise: str = "no input is floating") -> StressInput:
     if not any(is_floating(x) for x in pair.inputs.values()):
-        raise NotRun("no input is floating")
+        raise NotRun(otherwise)
     inputs = {name: change(x) if is_floating(x) else x for name, x in pair.inputs.items()}
     return StressInput(inputs, dict(pair.extras))
 
 
-def _tokens(pair: Pair, change: Callable[[np.ndarray], np.ndarray]) -> StressInput:
-    if any(x.ndim < (3 if is_floating(x) else 2) for x in pair.inputs.values()):
+def _tokens(pair: Pair, change: Change) -> StressInput:
+    # Floats have an axis of width beside those of rows and tokens.
+    if any(x.ndim - is_floating(x) < 2 for x in pair.inputs.values()):
         raise NotRun(
             "tokens are the second axis of floats of rank 3, or of integers of rank 2; an input has"
             " neither"
@@ -211,6 +209,7 @@ def _lengths(pair: Pair) -> np.ndarray:
     if len(shapes) != 1:
         raise NotRun(f"lengths are those of one sequence; the inputs have {sorted(shapes)}")
     batch, tokens = shapes.pop()
-    return np.array(
-        [(row * tokens) // max(batch - 1, 1) if batch > 1 else tokens - 1 for row in range(batch)]
-    )
+    if batch == 1:
+        return np.array([tokens - 1])
+    # From all padding in the first row to none in the last.
+    return np.arange(batch) * tokens // max(batch - 1, 1)

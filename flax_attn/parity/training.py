@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 OPTIMIZERS = {"sgd": "SGD", "adam": "Adam", "adamw": "AdamW"}
 SCHEDULES = ("constant", "cosine", "linear")
-_TORCH_CLIP = 1e-6  # torch.nn.utils.clip_grad_norm_ divides by the norm plus this
+# torch.nn.utils.clip_grad_norm_ divides by the norm plus this.
+_TORCH_CLIP = 1e-6
 
 
 def check_choice(name: str, value: str, choices: Iterable[str]) -> None:
@@ -81,38 +82,39 @@ class Recipe:
         if step < self.warmup:
             return (step + 1) / self.warmup
         done = (step - self.warmup) / max(self.steps - self.warmup, 1)
-        return {
-            "constant": 1.0,
-            "cosine": 0.5 * (1 + math.cos(math.pi * done)),
-            "linear": 1 - done,
-        }[self.schedule]
+        if self.schedule == "cosine":
+            return 0.5 * (1 + math.cos(math.pi * done))
+        return 1 - done if self.schedule == "linear" else 1.0
 
     def optax(self) -> optax.GradientTransformation:
         """Return the optimizer of optax; its count starts at 0."""
-        steps = [] if self.clip_norm is None else [_clip(self.clip_norm)]
         decay = optax.add_decayed_weights(self.weight_decay)
         moments = optax.scale_by_adam(*self.betas, eps=self.eps)
-        steps += {
+        # The decay of Adam is L2 and goes through the moments, that of AdamW does not.
+        steps = {
             "sgd": [decay, optax.trace(self.momentum)],
             "adam": [decay, moments],
             "adamw": [moments, decay],
         }[self.optimizer]
+        if self.clip_norm is not None:
+            steps.insert(0, _clip(self.clip_norm))
         rates = self.rates()
-        return optax.chain(
-            *steps, optax.scale_by_learning_rate(lambda count: jnp.asarray(rates)[count])
-        )
+        rate = optax.scale_by_learning_rate(lambda count: jnp.asarray(rates)[count])
+        return optax.chain(*steps, rate)
 
     def torch(self, parameters: Iterable[torch.nn.Parameter]) -> tuple[torch.optim.Optimizer, Any]:
         """Return the optimizer and the schedule of torch.optim."""
         import torch
 
-        options = {"lr": self.learning_rate, "weight_decay": self.weight_decay}
-        options |= (
-            {"momentum": self.momentum}
-            if self.optimizer == "sgd"
-            else {"betas": self.betas, "eps": self.eps}
-        )
-        optimizer = getattr(torch.optim, OPTIMIZERS[self.optimizer])(parameters, **options)
+        # The rate is the peak: the schedule multiplies it.
+        options: dict[str, Any] = {"lr": self.learning_rate, "weight_decay": self.weight_decay}
+        if self.optimizer == "sgd":
+            options["momentum"] = self.momentum
+        else:
+            options["betas"] = self.betas
+            options["eps"] = self.eps
+        kind = getattr(torch.optim, OPTIMIZERS[self.optimizer])
+        optimizer = kind(parameters, **options)
         return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, self._factor)
 
     def clip(self, parameters: Iterable[torch.nn.Parameter]) -> None:
@@ -133,12 +135,15 @@ class Recipe:
         """
         ours, theirs = _defaults(self.optimizer)
         given = asdict(self)
-        lines = [
-            f"{name} is {ours[name]} by default in optax.{self.optimizer} and {theirs[name]} in "
-            f"torch.optim.{OPTIMIZERS[self.optimizer]}: both are given {given.get(name)} here"
-            for name in sorted(ours.keys() & theirs.keys())
-            if (ours[name] or 0) != (theirs[name] or 0)
-        ]
+        lines = []
+        for name in sorted(ours.keys() & theirs.keys()):
+            # None and 0 both switch off what they are the default of.
+            if (ours[name] or 0) == (theirs[name] or 0):
+                continue
+            lines.append(
+                f"{name} is {ours[name]} by default in optax.{self.optimizer} and {theirs[name]} in"
+                f" torch.optim.{OPTIMIZERS[self.optimizer]}: both are given {given.get(name)} here"
+            )
         if self.clip_norm is not None:
             lines.append(
                 "torch.nn.utils.clip_grad_norm_ divides by the norm + 1e-6,"
@@ -152,7 +157,8 @@ def _defaults(optimizer: str) -> tuple[dict[str, Any], dict[str, Any]]:
 
     ours = _signature(getattr(optax, optimizer))
     theirs = _signature(getattr(torch.optim, OPTIMIZERS[optimizer]))
-    ours |= {"betas": (ours.pop("b1"), ours.pop("b2"))} if "b1" in ours else {}
+    if "b1" in ours:
+        ours["betas"] = ours.pop("b1"), ours.pop("b2")
     return ours, theirs
 
 
@@ -163,7 +169,8 @@ def _signature(function: Any) -> dict[str, Any]:
 
 def _clip(most: float) -> optax.GradientTransformation:
     def update(updates, state, params=None):
-        factor = jnp.minimum(1.0, most / (optax.tree.norm(updates) + _TORCH_CLIP))
+        norm = optax.tree.norm(updates) + _TORCH_CLIP
+        factor = jnp.minimum(1.0, most / norm)
         return jax.tree.map(lambda update: factor * update, updates), state
 
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)

@@ -1,6 +1,5 @@
 """Modules of either package from names and numbers, so that one row of a table describes both."""
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
@@ -10,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from flax_attn.proof.variant import accepted
 from flax_attn.sharding.parameters import abstract
 
 
@@ -44,9 +44,7 @@ def build(
     if module == "TransformerBlock":
         return build_block(package, numerics or {}, **options)
     made = getattr(package, module)
-    accepted = inspect.signature(made.__init__ if isinstance(made, type) else made).parameters
-    taken = {name: value for name, value in (numerics or {}).items() if name in accepted}
-    return made(*arguments, **{**taken, **options})
+    return made(*arguments, **{**accepted(made, numerics or {}), **options})
 
 
 def build_block(
@@ -80,10 +78,12 @@ def build_block(
     def part(module, *arguments, **options):
         return build(package, module, *arguments, numerics=numerics, **options)
 
+    own = {name: part(norm, d_model, eps) for name in norms}
+    name, arguments = ff
     return package.TransformerBlock(
         part("MultiHeadAttention", d_in=d_model, d_out=d_model, dropout=dropout, **attention),
-        part(ff[0], d_model, **ff[1]),
-        **{"norm1": None, "norm2": None} | {name: part(norm, d_model, eps) for name in norms},
+        part(name, d_model, **arguments),
+        **{"norm1": None, "norm2": None, **own},
         norm_first=norm_first,
         drop_shortcut=part("Dropout", dropout),
     )
@@ -104,17 +104,22 @@ def drawn(make: Callable[[], nnx.Module], seed: int = 0) -> nnx.Module:
         >>> drawn(lambda: LayerNorm(4)).scale.shape
         (4,)
     """
-    module, draw = abstract(make), np.random.default_rng(seed)
+    module = abstract(make)
     state = nnx.state(module)
+    draw = np.random.default_rng(seed)
     for i, (_, leaf) in enumerate(nnx.to_flat_state(state)):
         if isinstance(leaf, nnx.RngKey):
-            key = jax.random.key(1000 * seed + i)
-            leaf.set_value(
-                jax.random.split(key, leaf.shape) if leaf.shape else key
-            )  # many where layers are stacked
+            leaf.set_value(_key(1000 * seed + i, leaf.shape))
         elif isinstance(leaf, nnx.RngCount):
             leaf.set_value(jnp.zeros(leaf.shape, jnp.uint32))
         else:
-            leaf.set_value(jnp.asarray(draw.normal(0, 0.4, leaf.shape), leaf.dtype))
+            values = draw.normal(0, 0.4, leaf.shape)
+            leaf.set_value(jnp.asarray(values, leaf.dtype))
     nnx.update(module, state)
     return module
+
+
+def _key(seed: int, shape: tuple[int, ...]) -> jax.Array:
+    # Stacked layers have a key each.
+    key = jax.random.key(seed)
+    return jax.random.split(key, shape) if shape else key

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import jax
@@ -37,11 +38,8 @@ def prove_on_mesh(variant: Variant, pair: Pair, seed: int = 0, **options: Any) -
     except IndivisibleError as error:
         return _refused(variant, seed, str(error))
     if not axes:
-        return _refused(
-            variant,
-            seed,
-            "nothing of it is split over this mesh, so that every device computes all of it",
-        )
+        reason = "nothing of it is split over this mesh, so that every device computes all of it"
+        return _refused(variant, seed, reason)
     report = prove(variant, seed, pair=pair, **options)
     report.notes.append(f"split over {', '.join(axes)}")
     return report
@@ -53,25 +51,40 @@ def axes_of(pair: Pair) -> list[str]:
     Raises:
         IndivisibleError: if attention cannot be divided over the mesh.
     """
-    flax, mesh = pair.flax, jax.sharding.get_mesh()
-    assert isinstance(flax, JaxAdapter), "the table has modules of JAX"
-    module, inputs = flax.built(), flax.arrays(pair.inputs)
+    assert isinstance(pair.flax, JaxAdapter), "the table has modules of JAX"
+    flax = pair.flax
+    module = flax.built()
+    inputs = flax.arrays(pair.inputs)
     program = jax.make_jaxpr(lambda inputs: flax.call(module, inputs, {}))(inputs)
-    arrays = jax.tree.leaves((inputs, nnx.state(module, nnx.Param)))
-    specs = [*_specs(program.jaxpr), *(getattr(array.sharding, "spec", ()) for array in arrays)]
-    found = {axis for spec in specs for entry in spec for axis in axes_in(entry)}
+    arrays = inputs, nnx.state(module, nnx.Param)
+    return _axes_in_use(program.jaxpr, jax.tree.leaves(arrays))
+
+
+def _spec(array: jax.Array) -> PartitionSpec:
+    return getattr(array.sharding, "spec", PartitionSpec())
+
+
+def _axes_in_use(program: Any, arrays: Sequence[jax.Array]) -> list[str]:
+    mesh = jax.sharding.get_mesh()
+    found = set()
+    # What no constraint of the program splits may lie split as it is.
+    specs = [*_specs(program), *map(_spec, arrays)]
+    for entry in chain.from_iterable(specs):
+        found.update(axes_in(entry))
     return [axis for axis in mesh.axis_names if axis in found and mesh.shape[axis] > 1]
 
 
 def _specs(program: Any) -> Iterator[PartitionSpec]:
     """Yield how arrays are split inside a program: by constraints, and in `jax.shard_map`."""
     for equation in program.eqns:
-        if "sharding" in equation.params:
-            yield getattr(equation.params["sharding"], "spec", PartitionSpec())
-        yield from equation.params.get("in_specs", ())
-        for value in jax.tree.leaves(list(equation.params.values()), is_leaf=_is_program):
-            if _is_program(value):
-                yield from _specs(getattr(value, "jaxpr", value))
+        parameters = equation.params
+        if "sharding" in parameters:
+            yield getattr(parameters["sharding"], "spec", PartitionSpec())
+        yield from parameters.get("in_specs", ())
+        # Programs within it, such as the body of a loop.
+        values = jax.tree.leaves(list(parameters.values()), is_leaf=_is_program)
+        for inner in filter(_is_program, values):
+            yield from _specs(getattr(inner, "jaxpr", inner))
 
 
 def _is_program(value: Any) -> bool:
@@ -79,9 +92,5 @@ def _is_program(value: Any) -> bool:
 
 
 def _refused(variant: Variant, seed: int, reason: str) -> Report:
-    return Report(
-        variant.name,
-        [Check("mesh", np.nan, 0.0, skipped=reason)],
-        seed=seed,
-        environment=environment(),
-    )
+    check = Check("mesh", np.nan, 0.0, skipped=reason)
+    return Report(variant.name, [check], seed=seed, environment=environment())

@@ -28,17 +28,24 @@ def placement(variant: Variant, module: nnx.Module) -> Callable[[str, jax.Array]
     mesh = jax.sharding.get_mesh()
     if mesh.empty:
         return lambda name, array: array
-    found = {name: x for name, x in convert.tensors(module).items() if isinstance(x, nnx.Variable)}
-    parameters = {name: sharding_of(variable, mesh) for name, variable in found.items()}
-    inputs = {f"input {i}": len(shape) for i, shape in enumerate(variant.inputs)}
+    parameters = {}
+    for name, tensor in convert.tensors(module).items():
+        # Layers that are stacked are placed together, and have no place of their own.
+        if isinstance(tensor, nnx.Variable):
+            parameters[name] = sharding_of(tensor, mesh)
+    ranks = {f"input {i}": len(shape) for i, shape in enumerate(variant.inputs)}
 
     def place(name: str, array: jax.Array) -> jax.Array:
         if name in parameters:
             return jax.device_put(array, parameters[name])
-        if name not in inputs:  # such as a cotangent
+        # Such as a cotangent.
+        if name not in ranks:
             return array
-        names = ("batch", "tokens", *[None] * inputs[name])[: inputs[name]]
-        names = names[inputs[name] - array.ndim :]  # a single example has no batch
-        return jax.device_put(array, NamedSharding(mesh, spec(names, mesh, array.shape)))
+        rank = ranks[name]
+        axes = ("batch", "tokens", *[None] * rank)[:rank]
+        # A single example has no batch.
+        own = axes[rank - array.ndim :]
+        sharding = NamedSharding(mesh, spec(own, mesh, array.shape))
+        return jax.device_put(array, sharding)
 
     return place

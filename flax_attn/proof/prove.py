@@ -28,12 +28,11 @@ from flax_attn.proof.build import drawn
 from flax_attn.proof.placement import placement
 from flax_attn.proof.variants import Variant
 
+Chunks = list[tuple[np.ndarray, np.ndarray]]
 QUICK_CHECKS = ("forward", "gradients", "float32", "dropout", "unbatched", "cache = full")
-FULL_CHECKS = (
-    *QUICK_CHECKS,
-    "jit = eager",
-    "training",
-)  # these two take as long as all the others together
+# The last two take as long as all the others together.
+FULL_CHECKS = (*QUICK_CHECKS, "jit = eager", "training")
+# What a module returns that is asked for its weights.
 
 
 def pair_of(variant: Variant, seed: int = 0, *, record: bool = False) -> Pair:
@@ -46,7 +45,8 @@ def pair_of(variant: Variant, seed: int = 0, *, record: bool = False) -> Pair:
         seed: seed of the weights and inputs.
         record: whether to keep the PyTorch results for an export.
     """
-    inputs, torch = variant.draw(np.random.default_rng(seed)), _torch_adapter(variant)
+    inputs = variant.draw(np.random.default_rng(seed))
+    torch = _torch_adapter(variant)
     return _paired(variant, RecordingAdapter(torch) if record else torch, inputs, seed)
 
 
@@ -66,23 +66,20 @@ def pair_from(
     PyTorch is recorded if there is a folder to export to.
     """
     if against:
-        return pair_with(
-            variant, Recording(Path(against) / f"{file_name(variant.name)}.safetensors"), device
-        )
+        file = Path(against, f"{file_name(variant.name)}.safetensors")
+        return pair_with(variant, Recording(file), device)
     return pair_of(variant, seed, record=bool(export))
 
 
 def _paired(
     variant: Variant, torch: Adapter, inputs: Arrays, seed: int, device: Any = None
 ) -> Pair:
-    module, layout = _flax_module(variant), convert.LAYOUTS["torch_ref"]
+    module = _flax_module(variant)
+    layout = convert.LAYOUTS["torch_ref"]
     calls = _call(variant, flax_attn, module), _cached_call(variant, flax_attn, jnp)
     flax = JaxAdapter(module, *calls, device=device, place=placement(variant, module))
-    flax.entries = (
-        weight_map(module, flax.shapes, torch.shapes, layout, flax.statistics)
-        if flax.shapes
-        else []
-    )
+    if flax.shapes:
+        flax.entries = weight_map(module, flax.shapes, torch.shapes, layout, flax.statistics)
     return Pair(
         flax,
         torch,
@@ -125,35 +122,40 @@ def prove(
 
 def layouts(module: nnx.Module) -> Check:
     """Round trip, bit for bit, and an index probe of every layout that can represent the module."""
-    errors, names = {}, []
+    errors = {}
+    names = []
     for layout in convert.LAYOUTS:
         try:
             weights = convert.state_dict(module, layout)
         except convert.ConversionError:
-            continue  # this layout cannot represent the module: the note lists those that can
+            # This layout cannot represent the module: the note lists those that can.
+            continue
         names.append(layout)
-        errors |= {f"{layout}: {name}": wrong for name, wrong in _probe(module, layout, weights)}
+        for name, wrong in _probe(module, layout, weights):
+            errors[f"{layout}: {name}"] = wrong
     return worst_of("layouts", errors, 0.0, ", ".join(names))
 
 
 def _probe(
     module: nnx.Module, layout: str, weights: dict[str, np.ndarray]
 ) -> Iterator[tuple[str, float]]:
-    # Number every element of every entry, load, and store again: a lost, doubled or moved element
-    # comes back changed. Then the numbers inside the module: each must be there once.
-    numbers, start = {}, 1
+    # Every element of every entry has a number of its own.
+    numbers = {}
+    start = 1
     for name, array in weights.items():
-        numbers[name] = np.arange(start, start + array.size, dtype=array.dtype).reshape(array.shape)
-        start += array.size
+        end = start + array.size
+        numbers[name] = np.arange(start, end, dtype=array.dtype).reshape(array.shape)
+        start = end
     copy = nnx.clone(module)
+    # Loaded and stored again, a lost, doubled or moved element comes back changed.
     for entries in (weights, numbers):
         convert.load_state_dict(copy, entries, layout)
         again = convert.state_dict(copy, layout)
         for name, array in entries.items():
             yield name, float((again[name] != array).sum())
-    found = np.sort(
-        np.concatenate([np.ravel(tensor[...]) for tensor in convert.tensors(copy).values()])
-    )
+    # Inside the module each number must be there once.
+    loaded = [np.ravel(tensor[...]) for tensor in convert.tensors(copy).values()]
+    found = np.sort(np.concatenate(loaded))
     yield "every element once", float((found != np.arange(1, start)).sum())
 
 
@@ -168,9 +170,8 @@ def _torch_adapter(variant: Variant) -> Adapter:
     from flax_attn.parity.adapters.torch_adapter import TorchAdapter
 
     module = variant.build(torch_ref)
-    return TorchAdapter(
-        module, _call(variant, torch_ref, module), _cached_call(variant, torch_ref, torch)
-    )
+    calls = _call(variant, torch_ref, module), _cached_call(variant, torch_ref, torch)
+    return TorchAdapter(module, *calls)
 
 
 def _call(variant: Variant, package: ModuleType, module: Any) -> Callable:
@@ -181,9 +182,8 @@ def _call(variant: Variant, package: ModuleType, module: Any) -> Callable:
         if dropout_key is not None and "dropout_key" in accepted:
             options["dropout_key"] = dropout_key
         if lengths is not None:
-            options["mask"] = package.Mask.lengths(query=lengths, key=lengths) & options.get(
-                "mask", package.Mask()
-            )
+            padding = package.Mask.lengths(query=lengths, key=lengths)
+            options["mask"] = padding & options.get("mask", package.Mask())
         if not weighs(module):
             return {"output": module(*inputs, **options)}
         attended = module.attend(*inputs, return_weights=True, **options)
@@ -192,6 +192,7 @@ def _call(variant: Variant, package: ModuleType, module: Any) -> Callable:
     def without_lengths(module, *inputs, dropout_key=None):
         return call(module, *inputs, dropout_key=dropout_key)
 
+    # What a call takes is read from its signature.
     return call if "mask" in accepted else without_lengths
 
 
@@ -208,54 +209,81 @@ def _cached_call(variant: Variant, package: ModuleType, arrays: Any) -> Callable
         return None
 
     def call(module, x):
-        options, outputs, weights = dict(variant.call(package)), [], []
-        rows, total = np.arange(len(x))[:, None], x.shape[1]
-        positions, chunks = options.pop("positions", None), _chunks(variant, *x.shape[:2])
-        cache = module.init_cache(len(x), total if variant.capacity is None else variant.capacity)
-        for tokens, lengths in chunks:
-            before, now = cache, (rows, np.minimum(tokens, total - 1))
-            own = {} if positions is None else {"positions": positions[now]}
-            own |= {} if (tokens < total).all() else {"lengths": lengths}
-            own |= {"return_weights": True} if weighs(module) else {}
-            attended = module.attend(x[now], cache=cache, **options, **own)
-            cache = attended.cache
+        total = x.shape[1]
+        chunks = _chunks(variant, *x.shape[:2])
+        options = dict(variant.call(package))
+        if weighs(module):
+            options["return_weights"] = True
+        outputs, weights = [], []
+        for attended, before in _steps(module, x, chunks, variant.capacity or total, options):
             outputs.append(attended.output)
             if attended.weights is not None:
-                ordered = _in_order(attended.weights, before, cache, total, arrays)
-                weights.append(ordered)
-        tokens = np.concatenate([tokens for tokens, _ in chunks], 1)
-        order = np.argsort(tokens, stable=True)[:, :total]
-        found = {"output": arrays.concatenate(outputs, 1)[rows, order]}
+                in_order = _in_order(attended.weights, before, attended.cache, total, arrays)
+                weights.append(in_order)
+        places = _places(chunks, total)
+        found = {"output": arrays.concatenate(outputs, 1)[places]}
         if weights:
-            placed = arrays.concatenate(weights, 1)[rows, order]
+            placed = arrays.concatenate(weights, 1)[places]
             found["weights"] = rearrange(placed, "b t n s -> b n t s")
         return found
 
     return call
 
 
-def _chunks(variant: Variant, b: int, total: int) -> list[tuple[np.ndarray, np.ndarray]]:
+def _places(chunks: Chunks, total: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the index of each token in what all chunks return, one behind the other."""
+    # Rows may be at different tokens in one step, and padding comes behind all of them.
+    tokens = np.concatenate([tokens for tokens, _ in chunks], axis=1)
+    order = np.argsort(tokens, stable=True)
+    return np.arange(len(tokens))[:, None], order[:, :total]
+
+
+def _steps(
+    module: Any, x: Any, chunks: Chunks, capacity: int, options: dict[str, Any]
+) -> Iterator[tuple[Any, Any]]:
+    """Yield what the module returns for each chunk, and the cache before it."""
+    rows = np.arange(len(x))[:, None]
+    positions = options.pop("positions", None)
+    cache = module.init_cache(len(x), capacity)
+    for tokens, lengths in chunks:
+        before = cache
+        # The last token stands in for padding, which `lengths` tells from it.
+        now = rows, np.minimum(tokens, x.shape[1] - 1)
+        own = {} if positions is None else {"positions": positions[now]}
+        if np.any(tokens == x.shape[1]):
+            own["lengths"] = lengths
+        attended = module.attend(x[now], cache=cache, **options, **own)
+        cache = attended.cache
+        yield attended, before
+
+
+def _chunks(variant: Variant, b: int, total: int) -> Chunks:
     """Return the indices `(b, t)` of the tokens of each step, and how many tokens each row has.
 
     The index of padding is `total`.
     """
-    chunks, start = [], np.zeros((b, 1), int)
+    chunks = []
+    start = np.zeros((b, 1), int)
     for size in variant.chunks:
         lengths = np.full(b, size)
-        steps = np.arange(lengths.max())[None]
-        chunks.append((np.where(steps < lengths[:, None], start + steps, total), lengths))
+        steps = np.arange(lengths.max())
+        real = steps < lengths[:, None]
+        chunks.append((np.where(real, start + steps, total), lengths))
         start = start + lengths[:, None]
     return chunks
 
 
 def _in_order(weights: Any, before: Any, after: Any, total: int, arrays: Any) -> Any:
-    # The keys of a ring buffer are in any order, with the new ones beside them where they do not
-    # fit.
     positions = after.key_positions
+    # The keys of a ring buffer are in any order; new ones that do not fit are beside them.
     if weights.shape[-1] != after.capacity:
-        positions = pack([before.key_positions, before.positions(weights.shape[-2])], "b *")[0]
-    here = (
-        positions[:, None, None, :, None]
-        == arrays.arange(total, dtype=positions.dtype)[None, None, None, None]
-    )
+        positions = _beside(before, weights.shape[-2])
+    tokens = arrays.arange(total, dtype=positions.dtype)
+    here = rearrange(positions, "b s -> b 1 1 s 1") == rearrange(tokens, "t -> 1 1 1 1 t")
     return rearrange(arrays.where(here, weights[..., None], 0).sum(-2), "b n t s -> b t n s")
+
+
+def _beside(cache: Any, count: int) -> Any:
+    """Return the positions of cached keys and, behind them, those of new ones."""
+    positions, _ = pack([cache.key_positions, cache.positions(count)], "b *")
+    return positions

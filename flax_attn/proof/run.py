@@ -25,7 +25,7 @@ from flax_attn.proof.variants import VARIANTS, Variant, select, sizes_for, table
 
 
 @dataclass(frozen=True)
-class Run:
+class ProofRun:
     """How rows of the table are compared.
 
     Args:
@@ -50,7 +50,8 @@ class Run:
         Raises:
             ValueError: if there is none of a name, or the table cannot be divided over the mesh.
         """
-        return select(names, table(sizes_for(self.mesh)) if self.mesh else VARIANTS)
+        rows = table(sizes_for(self.mesh)) if self.mesh else VARIANTS
+        return select(names, rows)
 
     def report(self, variant: Variant, device: Any = None) -> Report:
         """Return the report of a row; lower dtypes run on `device`."""
@@ -76,7 +77,8 @@ class Run:
             watch: called after each report.
         """
         with _pool(min(workers, len(names))) as pool:
-            with _interrupts_held():  # of the processes that start here; this one is told of them
+            # Of the processes that start here; this one is told of them.
+            with _interrupts_held():
                 # The last rows of the table take longest, so they start first.
                 running = {
                     name: pool.submit(_report_in_worker, self, name) for name in reversed(names)
@@ -89,7 +91,8 @@ class Run:
 @contextmanager
 def _pool(workers: int) -> Iterator[ProcessPoolExecutor]:
     """Yield a pool whose processes end after their work, or at once after an error."""
-    context = multiprocessing.get_context("spawn")  # JAX has threads, which a fork does not copy
+    # JAX has threads, which a fork does not copy.
+    context = multiprocessing.get_context("spawn")
     others = set(multiprocessing.active_children())
     pool = ProcessPoolExecutor(workers, context, initializer=_one_thread)
     try:
@@ -106,7 +109,8 @@ def _pool(workers: int) -> Iterator[ProcessPoolExecutor]:
 @contextmanager
 def _interrupts_held() -> Iterator[None]:
     """Block interrupts here and in the processes that start meanwhile, which keep them blocked."""
-    if not hasattr(signal, "pthread_sigmask"):  # not on Windows
+    # Not on Windows.
+    if not hasattr(signal, "pthread_sigmask"):
         yield
         return
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -120,12 +124,14 @@ def _one_thread() -> None:
     if find_spec("torch"):
         import torch
 
-        torch.set_num_threads(1)  # the matrices are small, and each core has a process
+        # The matrices are small, and each core has a process.
+        torch.set_num_threads(1)
 
 
-def _report_in_worker(run: Run, name: str) -> Report:
+def _report_in_worker(run: ProofRun, name: str) -> Report:
     (variant,) = (variant for variant in run.select(None) if variant.name == name)
-    return replace(run.report(variant), pair=None)  # modules stay in the process that made them
+    # Modules stay in the process that made them.
+    return replace(run.report(variant), pair=None)
 
 
 @contextmanager
@@ -133,7 +139,9 @@ def _mesh_in_use(axes: Mapping[str, int] | None) -> Iterator[None]:
     if not axes:
         yield
         return
+    sizes = tuple(axes.values())
+    # Newer versions of JAX make Explicit axes by default.
     kinds = (AxisType.Auto,) * len(axes)
-    devices = simulated(prod(axes.values()))
-    with jax.set_mesh(jax.make_mesh(tuple(axes.values()), tuple(axes), kinds, devices=devices)):
+    mesh = jax.make_mesh(sizes, tuple(axes), kinds, devices=simulated(prod(sizes)))
+    with jax.set_mesh(mesh):
         yield

@@ -1,11 +1,11 @@
 """A variant: how it is built from the parts of either package, and how it is called."""
 
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
-from math import lcm, prod
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 Shape = tuple[int, ...]
-MOST_DEVICES = 64  # of a mesh; each is simulated by threads of its own
+# The most devices of a mesh; each is simulated by threads of its own.
+MOST_DEVICES = 64
 
 
 class Package:
@@ -39,10 +40,19 @@ class Package:
 
     def __getattr__(self, name: str) -> Callable:
         made = getattr(self.module, name, None) or getattr(_family(self.module, name), name)
-        accepted = inspect.signature(made.__init__ if isinstance(made, type) else made).parameters
-        return partial(
-            made, **{name: value for name, value in self.numerics.items() if name in accepted}
-        )
+        return partial(made, **accepted(made, self.numerics))
+
+
+def accepted(made: Callable, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of the options that a class or a function takes.
+
+    Example:
+        >>> accepted(Package, {"module": 1, "rngs": 2})
+        {'module': 1}
+    """
+    function = made.__init__ if isinstance(made, type) else made
+    names = inspect.signature(function).parameters
+    return {name: value for name, value in options.items() if name in names}
 
 
 def _family(package: ModuleType, name: str) -> ModuleType:
@@ -50,10 +60,10 @@ def _family(package: ModuleType, name: str) -> ModuleType:
 
     A package does not export these files.
     """
-    files = [
-        file.stem for file in Path(str(package.__file__)).parent.joinpath("models").glob("*.py")
-    ]
+    folder = Path(str(package.__file__)).with_name("models")
+    files = [file.stem for file in folder.glob("*.py")]
     fitting = [file for file in files if name.lower().startswith(file.replace("_", ""))]
+    # `Qwen2Config` begins with the names of both `qwen` and `qwen2`.
     return import_module(f"{package.__name__}.models.{max(fitting, key=len)}")
 
 
@@ -90,8 +100,9 @@ class Variant:
         return {f"input {i}": self._draw(random, shape) for i, shape in enumerate(self.inputs)}
 
     def _draw(self, random: np.random.Generator, shape: Shape) -> np.ndarray:
-        floats = self.vocab_size is None or len(shape) > 2
-        return random.normal(size=shape) if floats else random.integers(0, self.vocab_size, shape)
+        if self.vocab_size is None or len(shape) > 2:
+            return random.normal(size=shape)
+        return random.integers(0, self.vocab_size, shape)
 
     def build(self, package: ModuleType, **numerics: Any) -> Any:
         """Return the module of `package`; every part is given the numerics that it takes."""
@@ -99,7 +110,7 @@ class Variant:
 
 
 @dataclass(frozen=True)
-class Sizes:
+class TableSizes:
     """The sizes of a table.
 
     Args:
@@ -127,13 +138,13 @@ class Sizes:
         """Return how many times as many heads a row needs that has so many on one device.
 
         Example:
-            >>> [Sizes(over=8).times(heads) for heads in (2, 4, 16)], Sizes().times(3)
+            >>> [TableSizes(over=8).times(heads) for heads in (2, 4, 16)], TableSizes().times(3)
             ([4, 2, 1], 1)
         """
-        return lcm(heads, self.over) // heads
+        return math.lcm(heads, self.over) // heads
 
 
-def sizes_for(mesh: Mapping[str, int]) -> Sizes:
+def sizes_for(mesh: Mapping[str, int]) -> TableSizes:
     """Return sizes that the axes of a mesh divide.
 
     Raises:
@@ -142,17 +153,18 @@ def sizes_for(mesh: Mapping[str, int]) -> Sizes:
 
     Example:
         >>> sizes_for({"data": 2, "context": 2})
-        Sizes(b=4, t=6, s=8, heads=2, over=1, experts=1)
+        TableSizes(b=4, t=6, s=8, heads=2, over=1, experts=1)
     """
-    if min(mesh.values(), default=1) < 1 or prod(mesh.values()) > MOST_DEVICES:
+    if min(mesh.values(), default=1) < 1 or math.prod(mesh.values()) > MOST_DEVICES:
         raise ValueError(
             f"the devices of a mesh are simulated, each axis of 1 at least, {MOST_DEVICES} devices"
             f" in all at most; got {dict(mesh)}. Change these sizes"
         )
-    rows, heads, tokens, experts = (
-        mesh.get(name, 1) for name in ("data", "tensor", "context", "expert")
-    )
-    rows *= mesh.get("fsdp", 1) * experts
+    heads = mesh.get("tensor", 1)
+    tokens = mesh.get("context", 1)
+    experts = mesh.get("expert", 1)
+    # Rows are divided over all axes that do not divide the heads or the tokens.
+    rows = mesh.get("data", 1) * mesh.get("fsdp", 1) * experts
     unknown = mesh.keys() - {"data", "fsdp", "tensor", "context", "expert"}
     if unknown or not {heads, tokens, experts} <= {1, 2, 4, 8}:
         raise ValueError(
@@ -160,11 +172,11 @@ def sizes_for(mesh: Mapping[str, int]) -> Sizes:
             f" expert where these are 1, 2, 4 or 8, as its modules are small; got {dict(mesh)}. Use"
             " fewer devices"
         )
-    return Sizes(
-        -(-4 // rows) * rows,
-        {1: 5, 2: 6, 4: 4, 8: 8}[tokens],
-        8,
-        2 * max(1, heads // 2),
-        heads,
-        experts,
+    return TableSizes(
+        b=math.ceil(4 / rows) * rows,
+        t={1: 5, 2: 6, 4: 4, 8: 8}[tokens],
+        s=8,
+        heads=2 * max(1, heads // 2),
+        over=heads,
+        experts=experts,
     )

@@ -1,20 +1,21 @@
 """The table of variants: how each is built from the parts of either package, and called.
 
-The two packages mirror each other, so one row serves both. Sizes within a row are pairwise
+The two packages mirror each other, so one row serves both. TableSizes within a row are pairwise
 different, so that a swapped axis shows.
 """
 
-from flax_attn.proof.rows import attention, decoders, encoders, layers
-from flax_attn.proof.variant import Package, Sizes, Variant, sizes_for
+from itertools import chain
 
-__all__ = ["VARIANTS", "Package", "Sizes", "Variant", "select", "sizes_for", "table"]
+from flax_attn.proof.rows import attention, decoders, encoders, latent, layers, recurrent
+from flax_attn.proof.variant import Package, TableSizes, Variant, sizes_for
+
+__all__ = ["VARIANTS", "Package", "TableSizes", "Variant", "select", "sizes_for", "table"]
 
 
-def table(sizes: Sizes = Sizes()) -> tuple[Variant, ...]:  # noqa: B008 (frozen)
+def table(sizes: TableSizes = TableSizes()) -> tuple[Variant, ...]:  # noqa: B008 (frozen)
     """Return all rows."""
-    return tuple(
-        row for kind in (attention, layers, decoders, encoders) for row in kind.rows(sizes)
-    )
+    kinds = (attention, recurrent, latent, layers, decoders, encoders)
+    return tuple(chain.from_iterable(kind.rows(sizes) for kind in kinds))
 
 
 VARIANTS = table()
@@ -32,10 +33,11 @@ def select(names: list[str] | None, variants: tuple[Variant, ...] = VARIANTS) ->
     """
     if names is None:
         return list(variants)
-    known = {name for variant in variants for name in (variant.name, variant.module)}
+    wanted = set(names)
+    known = {variant.name for variant in variants} | {variant.module for variant in variants}
     unknown = [name for name in names if name not in known]
     if unknown:
         raise ValueError(
             f"no variant is called {', '.join(unknown)}. Known are: {', '.join(sorted(known))}"
         )
-    return [variant for variant in variants if variant.name in names or variant.module in names]
+    return [variant for variant in variants if wanted & {variant.name, variant.module}]

@@ -7,7 +7,8 @@ from flax import nnx
 
 import flax_attn
 from flax_attn import convert
-from flax_attn.convert.rules import Entry, Layout, Rule, plan
+from flax_attn.convert.planning import plan
+from flax_attn.convert.rules import Entry, Layout, Rule
 
 RANDOM = np.random.default_rng(0)
 WIDTHS = {"query": 2, "key": 2, "value": 6}

@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from flax_attn.convert import LAYOUTS
-from flax_attn.convert.rules import plan
+from flax_attn.convert.planning import plan
 from flax_attn.parity.check import Check
 from flax_attn.parity.report import console
 from flax_attn.parity.report.report import Report

@@ -5,7 +5,8 @@ import dataclasses
 import pytest
 
 from flax_attn.convert import Rule
-from flax_attn.convert.rules import Layout, plan
+from flax_attn.convert.planning import plan
+from flax_attn.convert.rules import Layout
 from flax_attn.parity.trace.pairing import pair_paths
 
 

@@ -2,12 +2,12 @@
 
 import pytest
 
-from flax_attn.proof.run import Run
+from flax_attn.proof.run import ProofRun
 
 
 def test_processes_report_rows_on_a_mesh_in_the_order_of_their_names():
     names, seen = ["embedding", "swiglu", "rms_norm"], []
-    reports = Run(mesh={"tensor": 2}).reports(names, 2, lambda: seen.append(None))
+    reports = ProofRun(mesh={"tensor": 2}).reports(names, 2, lambda: seen.append(None))
     assert [report.name for report in reports] == names
     assert len(seen) == 3
     assert [report.passed for report in reports] == [True, True, False]
@@ -19,5 +19,5 @@ def test_processes_report_rows_on_a_mesh_in_the_order_of_their_names():
 def test_every_row_has_sizes_that_a_mesh_divides(mesh):
     import torch_ref
 
-    for row in Run(mesh=mesh).select(None):
+    for row in ProofRun(mesh=mesh).select(None):
         row.build(torch_ref)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Collection, Sequence
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from flax import nnx
 
@@ -15,8 +15,9 @@ from flax_attn.convert.match.matcher import Matching, main_part, match
 from flax_attn.convert.match.pairing import PairedTensor, Pairing, transformation
 from flax_attn.convert.match.report import message, problems_of
 from flax_attn.convert.match.torch_tree import is_torch_module, state_names, torch_tree
-from flax_attn.convert.match.tree import Part, Tensor, tensors_of
-from flax_attn.convert.rules import ConversionError, Entry, Rule, apply_rules, no_axes
+from flax_attn.convert.match.tree import Tensor, TensorPart, tensors_of
+from flax_attn.convert.planning import apply_rules, no_axes
+from flax_attn.convert.rules import ConversionError, Entry, Rule
 
 
 def auto(flax_module: Any, torch_module: Any, *, rules: Sequence[Rule] = ()) -> Pairing:
@@ -50,20 +51,31 @@ def auto(flax_module: Any, torch_module: Any, *, rules: Sequence[Rule] = ()) -> 
         weight  Linear  (2, 3)  kernel  (3, 2)  i o -> o i     shape
         bias    Linear  (2,)    bias    (2,)    same           shape
     """
-    if not is_torch_module(torch_module):
+    _check_torch_module(torch_module)
+    by_rules = _by_rules(rules, flax_module, torch_module)
+    ours = set().union(*(row.ours for row in by_rules))
+    theirs = {row.theirs for row in by_rules}
+    found = _match(flax_module, torch_module, ours, theirs)
+    return _pairing([*by_rules, *_rows(found)], state_names(torch_module))
+
+
+def _check_torch_module(module: Any) -> None:
+    if not is_torch_module(module):
         raise ConversionError(
-            f"parameters are paired with those of an nn.Module; got {type(torch_module).__name__}. "
+            f"parameters are paired with those of an nn.Module; got {type(module).__name__}. "
             "Give a layout or rules instead"
         )
-    by_rules = _by_rules(rules, flax_module, torch_module)
-    taken = {name for row in by_rules for name in row.ours}, {row.theirs for row in by_rules}
-    rows = [*by_rules, *_rows(_match(flax_module, torch_module, *taken))]
-    places = {name: n for n, name in enumerate(state_names(torch_module))}
-    rows.sort(key=lambda row: places[row.theirs])
-    ignored = places.keys() - {row.theirs for row in rows}
+
+
+def _pairing(rows: list[PairedTensor], names: Sequence[str]) -> Pairing:
+    """Return the layout that rows make, in the order of a state dict with these names."""
+    by_name = {row.theirs: row for row in rows}
+    in_order = [by_name[name] for name in names if name in by_name]
+    ignored = sorted(set(names) - by_name.keys())
     # A name is looked for under any prefix, so the longer of two that end alike has to come first.
-    made = sorted((_rule(row) for row in rows), key=lambda rule: -rule.ours[0].count("."))
-    return Pairing(tuple(made), "|".join(map(re.escape, sorted(ignored))), rows=tuple(rows))
+    longest = sorted(in_order, key=lambda row: -row.ours[0].count("."))
+    rules = tuple(Rule(row.ours, row.theirs, row.pattern, row.axis) for row in longest)
+    return Pairing(rules, "|".join(map(re.escape, ignored)), rows=tuple(in_order))
 
 
 def _match(
@@ -71,86 +83,98 @@ def _match(
 ) -> Matching:
     """Return the complete matching of all tensors but these."""
     left = jax_tree(flax_module, ours)
+    split = torch_tree(torch_module, theirs)
     # Where query, key and value are one projection on both sides, it is one layer.
-    rights = [torch_tree(torch_module, theirs, split) for split in (True, False)]
-    for right in rights:
+    fused = torch_tree(torch_module, theirs, split=False)
+    for right in (split, fused):
         found = match(left, right)
         if found.complete:
             return found
-    found = match(left, rights[0], main_part)
-    heading = (
-        f"the parameters of {type(flax_module).__name__} and {type(torch_module).__name__} do not"
-        " pair:"
-    )
+    found = match(left, split, main_part)
+    names = [type(module).__name__ for module in (flax_module, torch_module)]
+    heading = f"the parameters of {names[0]} and {names[1]} do not pair:"
     raise ConversionError(message(heading, problems_of(found), found))
 
 
 def _by_rules(rules: Sequence[Rule], flax_module: Any, torch_module: Any) -> list[PairedTensor]:
     """Return the rows that the user's rules make."""
-    if not rules:
-        return []
-    ours, theirs = tensors_of(jax_tree(flax_module)), tensors_of(torch_tree(torch_module))
+    ours = tensors_of(jax_tree(flax_module))
     axes = axes_of(flax_module, list(rules)) if isinstance(flax_module, nnx.Module) else no_axes
-    entries, _ = apply_rules({name: tensor.shape for name, tensor in ours.items()}, rules, axes)
-    wrong = [_misfit(entry, theirs.get(entry.theirs)) for entry in entries]
-    if lines := [line for line in wrong if line]:
+    shapes = {name: tensor.shape for name, tensor in ours.items()}
+    entries, _ = apply_rules(shapes, rules, axes)
+    _check_fit(entries, tensors_of(torch_tree(torch_module)))
+    return [_ruled(entry, ours[entry.ours[0]].trainable) for entry in entries]
+
+
+def _check_fit(entries: Sequence[Entry], theirs: Mapping[str, Tensor]) -> None:
+    misfits = [_misfit(entry, theirs.get(entry.theirs)) for entry in entries]
+    lines = list(filter(None, misfits))
+    if lines:
         raise ConversionError("\n  ".join(["these rules do not fit the PyTorch module:", *lines]))
-    return [
-        PairedTensor(
-            "-",
-            e.ours,
-            e.shapes,
-            e.theirs,
-            e.shape,
-            e.rule.pattern,
-            "rule",
-            axis=e.rule.axis,
-            trainable=ours[e.ours[0]].trainable,
-        )
-        for e in entries
-    ]
+
+
+def _ruled(entry: Entry, trainable: bool) -> PairedTensor:
+    return PairedTensor(
+        kind="-",
+        ours=entry.ours,
+        shapes=entry.shapes,
+        theirs=entry.theirs,
+        shape=entry.shape,
+        pattern=entry.rule.pattern,
+        evidence="rule",
+        axis=entry.rule.axis,
+        trainable=trainable,
+    )
 
 
 def _misfit(entry: Entry, tensor: Tensor | None) -> str | None:
+    names = ", ".join(entry.ours)
     if tensor is None:
-        return f"{', '.join(entry.ours)}: there is no parameter {entry.theirs}"
+        return f"{names}: there is no parameter {entry.theirs}"
     if tensor.shape != entry.shape:
-        return (
-            f"{', '.join(entry.ours)}: {entry.theirs} is {tensor.shape}, the rule makes"
-            f" {entry.shape}"
-        )
+        return f"{names}: {entry.theirs} is {tensor.shape}, the rule makes {entry.shape}"
     return None
+
+
+class _PairedPart(NamedTuple):
+    """A part of ours and the piece of a PyTorch tensor that it becomes."""
+
+    kind: str
+    ours: TensorPart
+    theirs: TensorPart
+    evidence: str
+
+    @property
+    def pattern(self) -> str:
+        return transformation(self.ours.axes, self.theirs.axes, self.ours.merged)
 
 
 def _rows(found: Matching) -> list[PairedTensor]:
     """Return one row for each tensor of the PyTorch side."""
-    made: dict[str, list[tuple[str, Part, Part, str]]] = defaultdict(list)
+    made: dict[str, list[_PairedPart]] = defaultdict(list)
     for ours, theirs, evidence in found.pairs:
         for role, part in theirs.parts.items():
-            made[part.tensor.name].append((theirs.kind, ours.parts[role], part, evidence))
-    return [_row(sorted(pieces, key=lambda piece: piece[2].piece)) for pieces in made.values()]
+            pair = _PairedPart(theirs.kind, ours.parts[role], part, evidence)
+            made[part.tensor.name].append(pair)
+    return [_row(sorted(pairs, key=lambda pair: pair.theirs.piece)) for pairs in made.values()]
 
 
-def _row(pieces: Sequence[tuple[str, Part, Part, str]]) -> PairedTensor:
-    kind, _, theirs, evidence = pieces[0]
-    patterns = {transformation(ours.axes, part.axes, ours.merged) for _, ours, part, _ in pieces}
-    names = tuple(ours.tensor.name for _, ours, _, _ in pieces)
-    if len(patterns) > 1:
+def _row(pairs: Sequence[_PairedPart]) -> PairedTensor:
+    first = pairs[0]
+    tensor, ours = first.theirs.tensor, [pair.ours.tensor for pair in pairs]
+    names = tuple(own.name for own in ours)
+    if len({pair.pattern for pair in pairs}) > 1:
         raise ConversionError(
-            f"{', '.join(names)} lie differently and make one tensor, {theirs.tensor.name}"
+            f"{', '.join(names)} lie differently and make one tensor, {tensor.name}"
         )
     return PairedTensor(
-        kind,
-        names,
-        tuple(ours.tensor.shape for _, ours, _, _ in pieces),
-        theirs.tensor.name,
-        theirs.tensor.shape,
-        patterns.pop(),
-        evidence,
-        theirs.axis,
-        theirs.tensor.trainable,
+        kind=first.kind,
+        ours=names,
+        shapes=tuple(own.shape for own in ours),
+        theirs=tensor.name,
+        shape=tensor.shape,
+        pattern=first.pattern,
+        evidence=first.evidence,
+        axis=first.theirs.axis,
+        trainable=tensor.trainable,
     )
-
-
-def _rule(row: PairedTensor) -> Rule:
-    return Rule(row.ours, row.theirs, row.pattern, row.axis)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -13,15 +13,15 @@ from flax import linen, nnx
 from flax_attn.convert.api import parameters, statistics
 from flax_attn.convert.match.kinds import own_layers
 from flax_attn.convert.match.tree import Branch, Group, Tensor, simplify
-from flax_attn.convert.stacked import LayerSlice, children, stacked_layers
+from flax_attn.convert.stacked import Layers, LayerSlice, children, stacked_layers
 
-_Key = tuple[
-    int, int | None
-]  # of a tensor: that of its variable, and its layer where layers are stacked
-NORMS = (
-    linen.LayerNorm | linen.RMSNorm | linen.GroupNorm
-)  # a module by itself whose parameters do not tell its kind
-ATTENTION = {"query", "key", "value", "out"}  # the projections of an attention layer of Flax
+# A tensor: the id of its variable, and its layer where layers are stacked.
+_Key = tuple[int, int | None]
+_Items = Iterator[tuple[str, Any]]
+# The kinds of a module by itself whose parameters do not tell which it is.
+NORMS = linen.LayerNorm | linen.RMSNorm | linen.GroupNorm
+# The projections of an attention layer of Flax.
+ATTENTION = {"query", "key", "value", "out"}
 
 
 def jax_tree(module: Any, without: Collection[str] = ()) -> Group:
@@ -40,109 +40,132 @@ def _grow(branch: Branch, path: tuple[str, ...], heads: bool = False) -> Group:
 
 def _branch(module: Any, without: Collection[str]) -> Branch:
     if isinstance(module, nnx.Module):
-        known = {_key(p): Tensor(name, p.shape) for name, p in parameters(module).items()}
-        known |= {_key(s): Tensor(name, s.shape, False) for name, s in statistics(module).items()}
-        return _of_nnx(module, {at: t for at, t in known.items() if t.name not in without}, set())
+        return _of_nnx(module, _known(module, without), set())
     if isinstance(module, linen.Module):
-        variables = module.variables if module.scope is not None else {}
-        params, stats = variables.get("params", {}), variables.get("batch_stats", {})
-        branch = _of_linen(params, stats, "", without)
-        return (
-            branch
-            if branch.branches or not isinstance(module, NORMS)
-            else Branch(module, branch.tensors)
-        )
+        return _of_bound(module, without)
     return _of_pytree(module, "", without)
 
 
+def _known(module: nnx.Module, without: Collection[str]) -> dict[_Key, Tensor]:
+    trained = parameters(module)
+    tensors = {}
+    for name, variable in {**trained, **statistics(module)}.items():
+        if name not in without:
+            tensors[_key(variable)] = Tensor(name, variable.shape, name in trained)
+    return tensors
+
+
 def _key(tensor: nnx.Variable | LayerSlice) -> _Key:
-    return (
-        (id(tensor.variable), tensor.layer)
-        if isinstance(tensor, LayerSlice)
-        else (id(tensor), None)
-    )
+    if isinstance(tensor, LayerSlice):
+        return id(tensor.variable), tensor.layer
+    return id(tensor), None
 
 
 def _of_nnx(
     module: Any, known: Mapping[_Key, Tensor], seen: set[int], layer: int | None = None
 ) -> Branch:
-    tensors, branches = {}, {}
-    if id(module) in seen:  # a module may hold another that holds it
+    # A module may hold another that holds it.
+    if id(module) in seen:
         return Branch()
     seen = seen | {id(module)}
-    if layers := stacked_layers(module):
-        found = children(module, layers).items()
-        return Branch(
-            module, branches={str(n): _of_nnx(child, known, seen, i) for n, (child, i) in found}
-        )
-    for name, value in _attributes(module):
+    layers = stacked_layers(module)
+    if layers:
+        return _of_stacked(module, known, seen, layers)
+    tensors = {}
+    branches = {}
+    for name, value in _entries(module, _own_attributes):
         if isinstance(value, nnx.Variable):
-            at = (id(value), layer)
-            tensors |= {name: known[at]} if at in known else {}
+            tensors[name] = known.get((id(value), layer))
         elif isinstance(value, nnx.Module | Mapping | list | tuple):
             branches[name] = _of_nnx(value, known, seen, layer)
+    own = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    # The order of a mapping is that of its keys, not of construction.
     plain = isinstance(module, Mapping) and not isinstance(module, nnx.Module)
-    return Branch(None if plain else module, tensors, branches, ordered=not plain)
+    return Branch(None if plain else module, own, branches, ordered=not plain)
 
 
-def _attributes(module: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(module, Mapping):
-        items = module.items()
-    elif isinstance(module, nnx.List | list | tuple):
-        items = enumerate(module)
-    else:
-        items = (
-            (name, value)
-            for name, value in vars(module).items()
-            if not name.startswith("_pytree__")
-        )
-    return ((str(name), value) for name, value in items)
+def _of_stacked(
+    module: Any, known: Mapping[_Key, Tensor], seen: set[int], layers: Layers
+) -> Branch:
+    branches = {}
+    for number, (child, index) in children(module, layers).items():
+        branches[str(number)] = _of_nnx(child, known, seen, index)
+    return Branch(module, branches=branches)
+
+
+def _own_attributes(module: Any) -> _Items:
+    for name, value in vars(module).items():
+        # Flax keeps what it knows of a module as a tree under names of its own.
+        if not name.startswith("_pytree__"):
+            yield name, value
+
+
+def _entries(tree: Any, attributes: Callable[[Any], _Items]) -> _Items:
+    """Return what a container holds by its keys, and another object by its attributes."""
+    if isinstance(tree, Mapping):
+        return _named(tree.items())
+    if isinstance(tree, nnx.List | list | tuple):
+        return _named(enumerate(tree))
+    return attributes(tree)
+
+
+def _named(items: Iterable[tuple[Any, Any]]) -> _Items:
+    return ((str(key), value) for key, value in items)
+
+
+def _of_bound(module: linen.Module, without: Collection[str]) -> Branch:
+    variables = module.variables if module.scope is not None else {}
+    params, stats = variables.get("params", {}), variables.get("batch_stats", {})
+    branch = _of_linen(params, stats, "", without)
+    if not branch.branches and isinstance(module, NORMS):
+        return Branch(module, branch.tensors)
+    return branch
 
 
 def _of_linen(
     params: Mapping[str, Any], stats: Mapping[str, Any], prefix: str, without: Collection[str]
 ) -> Branch:
     """Return the branch of two trees of variables; their order is not that of construction."""
-    tensors, branches = {}, {}
+    tensors = {}
+    branches = {}
     for tree, trainable in ((params, True), (stats, False)):
         for name, value in tree.items():
+            path = f"{prefix}{name}"
             if isinstance(value, Mapping):
-                inner = params.get(name, {}), stats.get(name, {})
-                branches[name] = _of_linen(*inner, f"{prefix}{name}.", without)
-            elif f"{prefix}{name}" not in without:
-                tensors[name] = Tensor(f"{prefix}{name}", jnp.shape(value), trainable)
+                own_params = params.get(name, {})
+                own_stats = stats.get(name, {})
+                branches[name] = _of_linen(own_params, own_stats, f"{path}.", without)
+            elif path not in without:
+                tensors[name] = Tensor(path, jnp.shape(value), trainable)
     return Branch(None, tensors, branches, ordered=False)
 
 
 def _of_pytree(tree: Any, prefix: str, without: Collection[str]) -> Branch:
     """Return the branch of an Equinox module: its floating arrays are its parameters."""
-    tensors, branches = {}, {}
-    for name, value in _leaves(tree):
+    tensors = {}
+    branches = {}
+    for name, value in _entries(tree, _fields):
+        path = f"{prefix}{name}"
         if isinstance(value, jax.Array):
-            if jnp.issubdtype(value.dtype, jnp.floating) and prefix + name not in without:
-                tensors[name] = Tensor(prefix + name, value.shape)
-        elif (
-            name == "_fun"
-        ):  # what equinox's own transforms, such as filter_vmap, call the module inside them
+            floating = jnp.issubdtype(value.dtype, jnp.floating)
+            if floating and path not in without:
+                tensors[name] = Tensor(path, value.shape)
+        elif name == "_fun":
+            # The name that equinox's own transforms, such as filter_vmap, give the module inside.
             return _of_pytree(value, prefix, without)
-        elif (
-            is_dataclass(value)
-            or isinstance(value, Mapping | list | tuple)
-            or hasattr(value, "_fun")
-        ):
-            branches[name] = _of_pytree(value, f"{prefix}{name}.", without)
+        elif _holds_more(value):
+            branches[name] = _of_pytree(value, f"{path}.", without)
     plain = isinstance(tree, Mapping)
     return Branch(None if plain else tree, tensors, branches, ordered=not plain)
 
 
-def _leaves(tree: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(tree, Mapping):
-        items = tree.items()
-    elif isinstance(tree, list | tuple):
-        items = enumerate(tree)
-    elif is_dataclass(tree):
-        names = [field.name for field in fields(tree) if not field.metadata.get("static", False)]
-        items = ((name, getattr(tree, name, None)) for name in names)
-    else:
-        items = ()
-    return ((str(name), value) for name, value in items)
+def _holds_more(value: Any) -> bool:
+    known = is_dataclass(value) or isinstance(value, Mapping | list | tuple)
+    return known or hasattr(value, "_fun")
+
+
+def _fields(tree: Any) -> _Items:
+    for field in fields(tree) if is_dataclass(tree) else ():
+        if not field.metadata.get("static", False):
+            # A field may never have been set.
+            yield field.name, getattr(tree, field.name, None)

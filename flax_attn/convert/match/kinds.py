@@ -7,10 +7,10 @@ both sides is the same parameter, whatever their order.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from flax_attn.convert.match.tree import PARAMETER, Branch, Layer, Part, Tensor
+from flax_attn.convert.match.tree import PARAMETER, Branch, Layer, Tensor, TensorPart
 
 
 class Kind(NamedTuple):
@@ -29,9 +29,9 @@ class Kind(NamedTuple):
 
 def _norm(name: str, weight: str = "weight", bias: str = "bias", *statistics: str) -> Kind:
     roles = {weight: ("weight", "..."), bias: ("bias", "...")}
-    return Kind(
-        name, roles | {n: (r, "...") for n, r in zip(statistics, ("mean", "var"), strict=False)}
-    )
+    for attribute, role in zip(statistics, ("mean", "var"), strict=False):
+        roles[attribute] = (role, "...")
+    return Kind(name, roles)
 
 
 _AFFINE = {"weight": ("weight", "o i"), "bias": ("bias", "o")}
@@ -48,10 +48,15 @@ def _linear_general(module: Any) -> Kind | None:
     """Return the kind of a LinearGeneral: the inputs come first in its kernel, then the outputs."""
     if module.batch_axis:
         return None
-    inputs, outputs = len(module.in_features), len(module.out_features)
-    before = ["n", "h"] if inputs == 2 else [f"i{n}" for n in range(inputs)]
-    after = ["n", "h"] if outputs == 2 and inputs != 2 else [f"o{n}" for n in range(outputs)]
-    return _contraction(before + after, before, after)
+    heads = ["n", "h"]
+    inputs = [f"i{n}" for n in range(len(module.in_features))]
+    outputs = [f"o{n}" for n in range(len(module.out_features))]
+    # Two axes on one side are heads, and named as in the other layers that have heads.
+    if len(inputs) == 2:
+        inputs = heads
+    elif len(outputs) == 2:
+        outputs = heads
+    return _contraction(inputs + outputs, inputs, outputs)
 
 
 def _einsum(module: Any) -> Kind | None:
@@ -61,25 +66,30 @@ def _einsum(module: Any) -> Kind | None:
     """
     operands, _, output = module.einsum_str.replace(" ", "").partition("->")
     data, _, kernel = operands.partition(",")
-    sizes = dict(zip(kernel, module.kernel_shape, strict=False))
-    inputs, outputs = [a for a in data if a in sizes], [a for a in output if a in sizes]
-    bias = getattr(module, "bias_shape", None)
-    if sorted(inputs + outputs) != sorted(kernel) or (
-        bias and list(bias) != [sizes[a] for a in outputs]
-    ):
+    inputs = [axis for axis in data if axis in kernel]
+    outputs = [axis for axis in output if axis in kernel]
+    if sorted(inputs + outputs) != sorted(kernel):
         return None
-    return _contraction(*([f"axis{a}" for a in axes] for axes in (kernel, inputs, outputs)))
+    sizes = dict(zip(kernel, module.kernel_shape, strict=True))
+    bias = getattr(module, "bias_shape", None)
+    if bias and list(bias) != [sizes[axis] for axis in outputs]:
+        return None
+    return _contraction(_axis_names(kernel), _axis_names(inputs), _axis_names(outputs))
+
+
+def _axis_names(letters: Iterable[str]) -> list[str]:
+    # Longer names: a letter of an equation must not be taken for an axis of the layer itself.
+    return [f"axis{letter}" for letter in letters]
 
 
 def _contraction(kernel: list[str], inputs: list[str], outputs: list[str]) -> Kind:
     """Return a linear layer from the axes of its kernel, in parentheses if a side has several."""
-    for letter, names in (("i", inputs), ("o", outputs)):
-        if len(names) == 1:
-            kernel = [letter if axis == names[0] else axis for axis in kernel]
-    several = {axis: names for axis, names in (("i", inputs), ("o", outputs)) if len(names) != 1}
-    bias = " ".join(several.get("o", ["o"]))
-    roles = {"kernel": ("weight", " ".join(kernel)), "bias": ("bias", bias)}
-    return Kind("Linear", roles, {axis: f"({' '.join(names)})" for axis, names in several.items()})
+    sides = {"i": inputs, "o": outputs}
+    alone = {names[0]: letter for letter, names in sides.items() if len(names) == 1}
+    merged = {letter: f"({' '.join(names)})" for letter, names in sides.items() if len(names) != 1}
+    weight = " ".join(alone.get(axis, axis) for axis in kernel)
+    bias = " ".join(alone.get(axis, axis) for axis in outputs)
+    return Kind("Linear", {"kernel": ("weight", weight), "bias": ("bias", bias)}, merged)
 
 
 def _conv_transpose(module: Any) -> Kind | None:
@@ -153,100 +163,129 @@ def own_layers(branch: Branch, path: tuple[str, ...], heads: bool = False) -> li
         kind = _kind_by_parameters(branch.tensors, path, heads)
     else:
         kind = _kind_by_class(branch.module) or _kind_of_own_class(branch)
-    layers, rest = [], dict(branch.tensors)
-    if kind is not None:
-        parts = {
-            role: _part(rest.pop(name), axes, kind)
-            for name, (role, axes) in kind.roles.items()
-            if name in rest
-        }
-        stacked = any(part is None for part in parts.values())
-        if stacked:
-            return [
-                _single(name, t, path, f"stacked {kind.name}") for name, t in branch.tensors.items()
-            ]
-        layers = [
-            Layer(kind.name, path, {role: part for role, part in parts.items() if part is not None})
-        ]
-    unknown = (
-        branch.module is not None
-        and kind is None
-        and UNKNOWN.intersection(class_names(branch.module))
-    )
-    name = type(branch.module).__name__ if unknown else PARAMETER
-    return [layer for layer in layers if layer.parts] + [
-        _single(n, t, path, name) for n, t in rest.items()
-    ]
+    if kind is None:
+        unknown = UNKNOWN.intersection(class_names(branch.module))
+        name = _class_name(branch) if unknown else PARAMETER
+        return _singles(branch.tensors, path, name)
+    parts = _parts(branch.tensors, kind)
+    # One axis too many is that of layers stacked along it.
+    if parts is None:
+        return _singles(branch.tensors, path, f"stacked {kind.name}")
+    rest = {name: t for name, t in branch.tensors.items() if name not in kind.roles}
+    layers = [Layer(kind.name, path, parts)] if parts else []
+    return layers + _singles(rest, path, PARAMETER)
+
+
+def _parts(tensors: Mapping[str, Tensor], kind: Kind) -> dict[str, TensorPart] | None:
+    """Return the tensors in the roles of a layer, or None if one has other axes."""
+    parts = {}
+    for name, (role, axes) in kind.roles.items():
+        if name in tensors:
+            part = _part(tensors[name], axes, kind)
+            if part is None:
+                return None
+            parts[role] = part
+    return parts
 
 
 def _kind_by_class(module: object) -> Kind | None:
-    found = next((KINDS[name] for name in class_names(module) if name in KINDS), None)
-    return found if found is None or isinstance(found, Kind) else found(module)
+    for name in class_names(module):
+        if name in KINDS:
+            kind = KINDS[name]
+            return kind if isinstance(kind, Kind) else kind(module)
+    return None
 
 
 def _kind_of_own_class(branch: Branch) -> Kind | None:
-    """Return the kind of a user's own norm or embedding, from its class name and parameters.
-
-    A scale and a shift of one length are those of a norm, whatever its name; a scale alone may be
-    another layer's.
-    """
-    names, own = set(branch.tensors), type(branch.module).__name__
-    flat = all(len(tensor.shape) == 1 for tensor in branch.tensors.values())
-    both = len(names) == 2 and len({tensor.shape for tensor in branch.tensors.values()}) == 1
-    if (
-        flat
-        and not branch.branches
-        and _is_norm(names)
-        and (both or re.search("Norm|^RMS|^LN", own))
-    ):
+    """Return the kind of a user's own norm or embedding, from its class name and parameters."""
+    names = set(branch.tensors)
+    if _is_norm(branch):
         return _named_norm(names)
-    if own.startswith("Embed") and len(names) == 1 and names <= {"embedding", "weight"}:
+    if _class_name(branch).startswith("Embed") and names in ({"embedding"}, {"weight"}):
         return Kind("Embedding", {min(names): ("weight", "v d")})
     return None
 
 
-def _is_norm(names: set[str]) -> bool:
-    return len(names & _SCALES) == 1 and len(names - _SCALES) <= 1 and names - _SCALES <= _SHIFTS
+def _is_norm(branch: Branch) -> bool:
+    """Whether a user's own module is a norm.
+
+    A scale and a shift of one length are those of a norm, whatever its name; a scale alone may be
+    another layer's.
+    """
+    shapes = {tensor.shape for tensor in branch.tensors.values()}
+    flat = all(len(shape) == 1 for shape in shapes)
+    if branch.branches or not flat or not _are_of_norm(set(branch.tensors)):
+        return False
+    both = len(branch.tensors) == 2 and len(shapes) == 1
+    return both or re.search("Norm|^RMS|^LN", _class_name(branch)) is not None
+
+
+def _are_of_norm(names: set[str]) -> bool:
+    shifts = names - _SCALES
+    return len(names & _SCALES) == 1 and len(shifts) <= 1 and shifts <= _SHIFTS
+
+
+def _class_name(branch: Branch) -> str:
+    return type(branch.module).__name__
 
 
 def _named_norm(names: set[str]) -> Kind:
-    return Kind("Norm", {name: ("weight" if name in _SCALES else "bias", "...") for name in names})
+    roles = {name: "weight" if name in _SCALES else "bias" for name in names}
+    return Kind("Norm", {name: (role, "...") for name, role in roles.items()})
 
 
 def _kind_by_parameters(
     tensors: Mapping[str, Tensor], path: tuple[str, ...], heads: bool
 ) -> Kind | None:
     """Return the kind of a module of Linen, from the names and ranks of its parameters alone."""
-    names, kernel, bias = set(tensors), tensors.get("kernel"), tensors.get("bias")
-    if kernel is not None and names <= {"kernel", "bias"}:
-        if len(kernel.shape) == 3 and (heads or (bias is not None and len(bias.shape) == 2)):
-            return _FROM_HEADS if heads and path[-1] == "out" else _TO_HEADS
-        return _LINEAR if len(kernel.shape) == 2 else _FLAX_CONV
+    names = set(tensors)
+    if "kernel" in names and names <= {"kernel", "bias"}:
+        return _kind_of_kernel(tensors, heads, heads and path[-1] == "out")
     if names == {"embedding"}:
         return _FLAX_EMBED
     if {"mean", "var"} <= names <= {"mean", "var", "scale", "bias"}:
         return _norm("BatchNorm", "scale", "bias", "mean", "var")
-    return _named_norm(names) if path and "scale" in names and names <= {"scale", "bias"} else None
+    # At the root nothing is known but the parameters, and a scale may be the user's own.
+    if path and "scale" in names and names <= {"scale", "bias"}:
+        return _named_norm(names)
+    return None
 
 
-def _part(tensor: Tensor, axes: str, kind: Kind) -> Part | None:
+def _kind_of_kernel(tensors: Mapping[str, Tensor], heads: bool, out: bool) -> Kind:
+    ranks = {name: len(tensor.shape) for name, tensor in tensors.items()}
+    # A kernel of rank 3 is that of a convolution too, whose bias has rank 1.
+    if ranks["kernel"] == 3 and (heads or ranks.get("bias") == 2):
+        return _FROM_HEADS if out else _TO_HEADS
+    return _LINEAR if ranks["kernel"] == 2 else _FLAX_CONV
+
+
+def _part(tensor: Tensor, axes: str, kind: Kind) -> TensorPart | None:
     """Return a tensor in a role, or None if it has other axes."""
-    known = [axis for axis in axes.split() if "..." not in axis]
-    others = len(tensor.shape) - len(known)
+    fixed = [axis for axis in axes.split() if "..." not in axis]
+    others = len(tensor.shape) - len(fixed)
     if others < 0 or (others > 0 and "..." not in axes):
         return None
-    named = " ".join(f"s{n}" for n in range(others))
-    written = axes.replace("1...", " ".join("1" * others)).replace("...", named)
-    merged = {
-        axis: names
-        for axis, names in kind.merged.items()
-        if set(names.strip("()").split()) <= set(axes.split())
-    }
-    return Part(tensor, " ".join(written.split()), merged)
+    merged = {axis: names for axis, names in kind.merged.items() if _names(names) <= set(fixed)}
+    return TensorPart(tensor, _axes(axes, others), merged)
 
 
-def _single(name: str, tensor: Tensor, path: tuple[str, ...], kind: str) -> Layer:
-    """Return a parameter of its own; axes of size 1 do not count."""
-    rank = iter(range(len(tensor.shape)))
-    axes = " ".join("1" if size == 1 else f"s{next(rank)}" for size in tensor.shape)
-    return Layer(kind, (*path, name), {"value": Part(tensor, axes)})
+def _names(merged: str) -> set[str]:
+    return set(merged.strip("()").split())
+
+
+def _axes(axes: str, others: int) -> str:
+    """Return the axes of a parameter with a name for each of those that `...` stands for."""
+    # Equinox gives the bias of a convolution an axis of size 1 for each axis of space.
+    ones = axes.replace("1...", " ".join("1" * others))
+    written = ones.replace("...", " ".join(f"s{n}" for n in range(others)))
+    return " ".join(written.split())
+
+
+def _singles(tensors: Mapping[str, Tensor], path: tuple[str, ...], kind: str) -> list[Layer]:
+    """Return each tensor as a parameter of its own; axes of size 1 do not count."""
+    layers = []
+    for name, tensor in tensors.items():
+        rank = iter(range(len(tensor.shape)))
+        axes = " ".join("1" if size == 1 else f"s{next(rank)}" for size in tensor.shape)
+        layers.append(Layer(kind, (*path, name), {"value": TensorPart(tensor, axes)}))
+    return layers

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Literal
 
 from flax_attn.convert.match.names import ATTENTION_INPUTS, Key, distinguishing, key_of
@@ -12,6 +13,8 @@ from flax_attn.convert.match.tree import Group, Layer, layers_of
 
 Item = Layer | Group
 Evidence = Literal["shape", "name", "number", "order"]
+Keys = Sequence[Hashable]
+Settled = tuple[Item, Item, Evidence]
 Signature = Callable[[Layer], Hashable]
 
 
@@ -64,6 +67,7 @@ def _match(ours: Group, theirs: Group, signature: Signature, found: Matching) ->
     level = _Level(ours, theirs, signature)
     level.open_up()
     for left, right in level.alike():
+        # Of more on one side, names alone tell which are left over.
         if len(left) != len(right):
             left, right = level.by_full_name(left, right, found)
         if not left:
@@ -71,174 +75,194 @@ def _match(ours: Group, theirs: Group, signature: Signature, found: Matching) ->
         settled = level.settle(left, right)
         if settled is None:
             found.ambiguous.append((left, right))
-        for one, other, evidence in settled or ():
+            continue
+        for one, other, evidence in settled:
             level.accept(one, other, evidence, found)
+
+
+class _Children:
+    """The children of one of two modules that belong together."""
+
+    def __init__(self, group: Group, signature: Signature):
+        self.items: list[Item] = list(group.children)
+        self.ordered, self.depth = group.ordered, len(group.path)
+        self.signature = signature
+        # What an item holds is asked for again and again.
+        self._contents: dict[int, Hashable] = {}
+
+    def contents(self, item: Item) -> Hashable:
+        """Return what an item holds, wherever inside."""
+        if id(item) not in self._contents:
+            own = sorted(repr(self.signature(layer)) for layer in layers_of(item))
+            self._contents[id(item)] = own[0] if len(own) == 1 else tuple(own)
+        return self._contents[id(item)]
+
+    def open(self, contents: Hashable) -> None:
+        """Replace the modules that hold this by their children."""
+        opened = []
+        for item in self.items:
+            if isinstance(item, Group) and self.contents(item) == contents:
+                self.ordered = self.ordered and item.ordered
+                opened += item.children
+            else:
+                opened.append(item)
+        self.items = opened
+
+    def order(self, parameters: bool) -> list[Hashable]:
+        """Return what modules, or parameters, hold, in order."""
+        return [self.contents(item) for item in self.items if _is_parameter(item) == parameters]
+
+    def paths(self, items: list[Item]) -> list[tuple[str, ...]]:
+        return [item.path[self.depth :] for item in items]
+
+    def key(self, item: Item) -> Key:
+        return key_of(item.path[self.depth :])
+
+    def named(self, names: set[Key], items: list[Item]) -> list[Item]:
+        return [item for item in items if self.key(item) in names]
+
+    def layers_without(self, names: set[Key], items: list[Item]) -> list[Layer]:
+        others = [item for item in items if self.key(item) not in names]
+        return list(chain.from_iterable(map(layers_of, others)))
+
+    def namesake(self, key: Key, family: str) -> bool:
+        """Whether a layer of the family has this name; one with numbers names no layer alone."""
+        if not key.words or key.numbers:
+            return False
+        alike = [item for item in self.items if isinstance(item, Layer) and item.family == family]
+        return any(self.key(layer) == key for layer in alike)
 
 
 class _Level:
     """The children of two modules that belong together."""
 
     def __init__(self, ours: Group, theirs: Group, signature: Signature):
-        self.ours, self.theirs, self.signature = (
-            list(ours.children),
-            list(theirs.children),
-            signature,
-        )
-        self.depths = len(ours.path), len(theirs.path)
-        self.ordered = ours.ordered and theirs.ordered
-        self._contents: dict[int, Hashable] = {}
-
-    def contents(self, item: Item) -> Hashable:
-        """Return what an item holds, wherever inside."""
-        if id(item) not in self._contents:
-            own = sorted(map(repr, map(self.signature, layers_of(item))))
-            self._contents[id(item)] = own[0] if len(own) == 1 else tuple(own)
-        return self._contents[id(item)]
+        self.ours, self.theirs = _Children(ours, signature), _Children(theirs, signature)
+        self.signature = signature
 
     def open_up(self) -> None:
         """Replace modules without a counterpart by their children, the largest first."""
-        while True:
-            counts: dict[Hashable, int] = defaultdict(int)
-            for sign, items in ((1, self.ours), (-1, self.theirs)):
-                for item in items:
-                    counts[self.contents(item)] += sign
-            groups = [
-                i
-                for i in (*self.ours, *self.theirs)
-                if isinstance(i, Group) and counts[self.contents(i)]
-            ]
-            if not groups:
-                return
-            largest = self.contents(max(groups, key=lambda item: sum(1 for _ in layers_of(item))))
-            self.ours, self.theirs = (
-                self._opened(self.ours, largest),
-                self._opened(self.theirs, largest),
-            )
+        groups = self._without_counterpart()
+        while groups:
+            contents = self.ours.contents(max(groups, key=_count))
+            self.ours.open(contents)
+            self.theirs.open(contents)
+            groups = self._without_counterpart()
 
-    def _opened(self, items: list[Item], contents: Hashable) -> list[Item]:
-        opened: list[Item] = []
-        for item in items:
-            if isinstance(item, Group) and self.contents(item) == contents:
-                self.ordered = self.ordered and item.ordered
-                opened += item.children
-            else:
-                opened.append(item)
-        return opened
+    def _without_counterpart(self) -> list[Group]:
+        # More of ours than of theirs that hold the same, or fewer.
+        counts = Counter(map(self.ours.contents, self.ours.items))
+        counts.subtract(map(self.theirs.contents, self.theirs.items))
+        items = self.ours.items + self.theirs.items
+        groups = [item for item in items if isinstance(item, Group)]
+        return [group for group in groups if counts[self.ours.contents(group)]]
 
     def alike(self) -> Iterable[tuple[list[Item], list[Item]]]:
         """Return the items of both sides that hold the same, together."""
         alike: dict[Hashable, tuple[list[Item], list[Item]]] = defaultdict(lambda: ([], []))
-        for side, items in enumerate((self.ours, self.theirs)):
-            for item in items:
-                alike[self.contents(item)][side].append(item)
+        for item in self.ours.items:
+            alike[self.ours.contents(item)][0].append(item)
+        for item in self.theirs.items:
+            alike[self.theirs.contents(item)][1].append(item)
         return alike.values()
 
     def by_full_name(
         self, left: list[Item], right: list[Item], found: Matching
     ) -> tuple[list[Item], list[Item]]:
         """Return those that have the same name on both sides; the others are without a partner."""
-        names = {self._key(item, 0) for item in left} & {self._key(item, 1) for item in right}
-        found.ours += [
-            x for item in left if self._key(item, 0) not in names for x in layers_of(item)
-        ]
-        found.theirs += [
-            x for item in right if self._key(item, 1) not in names for x in layers_of(item)
-        ]
-        left = [item for item in left if self._key(item, 0) in names]
-        right = [item for item in right if self._key(item, 1) in names]
-        return left, right
+        names = set(map(self.ours.key, left)) & set(map(self.theirs.key, right))
+        found.ours += self.ours.layers_without(names, left)
+        found.theirs += self.theirs.layers_without(names, right)
+        return self.ours.named(names, left), self.theirs.named(names, right)
 
-    def settle(
-        self, left: list[Item], right: list[Item]
-    ) -> list[tuple[Item, Item, Evidence]] | None:
+    def settle(self, left: list[Item], right: list[Item]) -> list[Settled] | None:
         """Return which of some like items belong together, or None if that cannot be told."""
         if len(left) == len(right) == 1:
-            keys = self._key(left[0], 0), self._key(right[0], 1)
-            return [
-                (left[0], right[0], "name" if keys[0].words and keys[0] == keys[1] else "shape")
-            ]
-        for names in self._names(left, right):
-            if all(len(set(keys)) == len(left) for keys in names) and set(names[0]) == set(
-                names[1]
-            ):
-                partner = dict(zip(names[1], right, strict=True))
-                return [
-                    (item, partner[key], "name") for item, key in zip(left, names[0], strict=True)
-                ]
-        keys = distinguishing(self._paths(left, 0)), distinguishing(self._paths(right, 1))
-        if any(
-            ATTENTION_INPUTS.intersection(key_of(path).words)
-            for path in self._all_paths(left, right)
-        ):
-            return None
-        ranks = [_ranks(side) for side in keys]
-        if ranks[0] is not None and ranks[1] is not None:
-            partner = dict(zip(ranks[1], right, strict=True))
-            return [
-                (item, partner[rank], "number") for item, rank in zip(left, ranks[0], strict=True)
-            ]
-        if self._same_order(left, right) and _agree_with_order(keys, ranks):
-            return [(*pair, "order") for pair in zip(left, right, strict=True)]
+            return [self._alone(left[0], right[0])]
+        by_name = self._by_name(left, right)
+        # Query, key and value are never told apart by number or order.
+        if by_name or self._hold_inputs(left, right):
+            return by_name
+        return self._by_number(left, right) or self._by_order(left, right)
+
+    def _alone(self, one: Item, other: Item) -> Settled:
+        key = self.ours.key(one)
+        named = key.words and key == self.theirs.key(other)
+        return one, other, "name" if named else "shape"
+
+    def _by_name(self, left: list[Item], right: list[Item]) -> list[Settled] | None:
+        paths = self.ours.paths(left), self.theirs.paths(right)
+        # Whole paths come first: they are stricter than what tells items apart.
+        for ours, theirs in (paths, self._keys(left, right)):
+            if set(ours) == set(theirs) and len(set(ours)) == len(left):
+                return _joined(left, ours, right, theirs, "name")
         return None
+
+    def _by_number(self, left: list[Item], right: list[Item]) -> list[Settled] | None:
+        ours, theirs = map(_ranks, self._keys(left, right))
+        if ours is None or theirs is None:
+            return None
+        return _joined(left, ours, right, theirs, "number")
+
+    def _by_order(self, left: list[Item], right: list[Item]) -> list[Settled] | None:
+        parameters = _is_parameter(left[0])
+        same = self.ours.order(parameters) == self.theirs.order(parameters)
+        ordered = same and self.ours.ordered and self.theirs.ordered
+        if not ordered or not _agree_with_order(*self._keys(left, right)):
+            return None
+        return [(*pair, "order") for pair in zip(left, right, strict=True)]
+
+    def _keys(self, left: list[Item], right: list[Item]) -> tuple[list[Key], list[Key]]:
+        return distinguishing(self.ours.paths(left)), distinguishing(self.theirs.paths(right))
+
+    def _hold_inputs(self, left: list[Item], right: list[Item]) -> bool:
+        """Whether an item is the query, key or value of attention."""
+        paths = self.ours.paths(left) + self.theirs.paths(right)
+        return any(ATTENTION_INPUTS.intersection(key_of(path).words) for path in paths)
 
     def accept(self, one: Item, other: Item, evidence: Evidence, found: Matching) -> None:
         """Note two items that belong together, unless their names or kinds say otherwise."""
         if isinstance(one, Group) and isinstance(other, Group):
             _match(one, other, self.signature, found)
         elif isinstance(one, Layer) and isinstance(other, Layer):
-            wrong = not one.fits(other) or (evidence != "name" and self._contradicted(one, other))
-            if wrong:
-                found.conflicts.append((one, other))
-            else:
-                found.pairs.append((one, other, evidence))
+            self._pair(one, other, evidence, found)
+
+    def _pair(self, one: Layer, other: Layer, evidence: Evidence, found: Matching) -> None:
+        named = evidence == "name"
+        if one.fits(other) and (named or not self._contradicted(one, other)):
+            found.pairs.append((one, other, evidence))
+        else:
+            found.conflicts.append((one, other))
 
     def _contradicted(self, one: Layer, other: Layer) -> bool:
         """Return whether the names say that the two layers do not belong together.
 
         Either has the name of another layer of its kind, or they are different inputs of attention.
         """
-        inputs = [
-            ATTENTION_INPUTS.intersection(self._key(item, side).words)
-            for side, item in enumerate((one, other))
-        ]
-        if all(inputs) and inputs[0] != inputs[1]:
+        ours, theirs = self.ours.key(one), self.theirs.key(other)
+        if _other_inputs(ours, theirs):
             return True
-        if self._key(one, 0) == self._key(other, 1):
+        if ours == theirs:
             return False
-        return self._has_namesake(one, 0, self.theirs) or self._has_namesake(other, 1, self.ours)
+        return self.theirs.namesake(ours, one.family) or self.ours.namesake(theirs, other.family)
 
-    def _has_namesake(self, item: Layer, side: int, others: Sequence[Item]) -> bool:
-        key = self._key(item, side)
-        if not key.words or key.numbers:
-            return False
-        alike = (o for o in others if isinstance(o, Layer) and o.family == item.family)
-        return any(self._key(o, 1 - side) == key for o in alike)
 
-    def _names(
-        self, left: list[Item], right: list[Item]
-    ) -> Iterable[tuple[Sequence[Hashable], Sequence[Hashable]]]:
-        """Return names of the items to compare, the strictest first."""
-        paths = self._paths(left, 0), self._paths(right, 1)
-        yield paths
-        yield distinguishing(paths[0]), distinguishing(paths[1])
+def _count(item: Item) -> int:
+    return sum(1 for _ in layers_of(item))
 
-    def _same_order(self, left: list[Item], right: list[Item]) -> bool:
-        """Whether modules, or parameters, are in the same order everywhere on this level."""
-        raw = _is_parameter(left[0])
-        orders = [
-            [self.contents(i) for i in items if _is_parameter(i) == raw]
-            for items in (self.ours, self.theirs)
-        ]
-        return self.ordered and orders[0] == orders[1]
 
-    def _paths(self, items: list[Item], side: int) -> list[tuple[str, ...]]:
-        return [item.path[self.depths[side] :] for item in items]
+def _other_inputs(ours: Key, theirs: Key) -> bool:
+    """Whether the names are those of different inputs of attention."""
+    inputs = [ATTENTION_INPUTS.intersection(key.words) for key in (ours, theirs)]
+    return all(inputs) and inputs[0] != inputs[1]
 
-    def _all_paths(self, left: list[Item], right: list[Item]) -> list[tuple[str, ...]]:
-        return self._paths(left, 0) + self._paths(right, 1)
 
-    def _key(self, item: Item, side: int) -> Key:
-        return key_of(item.path[self.depths[side] :])
+def _joined(
+    left: list[Item], ours: Keys, right: list[Item], theirs: Keys, evidence: Evidence
+) -> list[Settled]:
+    """Return the items of both sides that have the same key."""
+    partner = dict(zip(theirs, right, strict=True))
+    return [(item, partner[key], evidence) for item, key in zip(left, ours, strict=True)]
 
 
 def _is_parameter(item: Item) -> bool:
@@ -248,18 +272,17 @@ def _is_parameter(item: Item) -> bool:
 def _ranks(keys: list[Key]) -> list[int] | None:
     """Return the place of each by its numbers, or None if they are not numbered alike."""
     numbers = [key.numbers for key in keys]
-    if (
-        any(key.words for key in keys)
-        or len(set(numbers)) < len(keys)
-        or len(set(map(len, numbers))) > 1
-    ):
+    lengths = {len(own) for own in numbers}
+    repeated = len(set(numbers)) < len(keys)
+    if repeated or len(lengths) > 1 or any(key.words for key in keys):
         return None
     return [sorted(numbers).index(own) for own in numbers]
 
 
-def _agree_with_order(keys: tuple[list[Key], list[Key]], ranks: Sequence[list[int] | None]) -> bool:
+def _agree_with_order(ours: list[Key], theirs: list[Key]) -> bool:
     """Whether neither names nor numbers contradict the order."""
-    if any(rank is not None and rank != sorted(rank) for rank in ranks):
-        return False
-    shared = {key for key in set(keys[0]) & set(keys[1]) if key.words}
-    return all(keys[0].index(key) == keys[1].index(key) for key in shared)
+    for ranks in (_ranks(ours), _ranks(theirs)):
+        if ranks is not None and ranks != sorted(ranks):
+            return False
+    shared = [key for key in ours if key.words and key in theirs]
+    return all(ours.index(key) == theirs.index(key) for key in shared)

@@ -45,6 +45,8 @@ FILLERS = {
     "self",
     "module",
 }
+# Where a capital follows a small letter, and where digits begin or end.
+_WORD_ENDS = re.compile(r"(?<=[a-z])(?=[A-Z])|(?<=\d)(?=[A-Za-z])|(?<=[A-Za-z])(?=\d)")
 ATTENTION_INPUTS = {"query", "key", "value"}
 
 
@@ -64,9 +66,12 @@ def key_of(path: tuple[str, ...]) -> Key:
         >>> key_of(("LayerNorm_0",))
         Key(words=('norm',), numbers=(0,))
     """
-    tokens = [token for part in path for token in _tokens(part)]
-    words = sorted({token for token in tokens if not token.isdigit()})
-    return Key(tuple(words), tuple(int(token) for token in tokens if token.isdigit()))
+    tokens = []
+    for part in path:
+        tokens += _tokens(part)
+    words = {token for token in tokens if not token.isdigit()}
+    numbers = tuple(int(token) for token in tokens if token.isdigit())
+    return Key(tuple(sorted(words)), numbers)
 
 
 def distinguishing(paths: list[tuple[str, ...]]) -> list[Key]:
@@ -77,6 +82,7 @@ def distinguishing(paths: list[tuple[str, ...]]) -> list[Key]:
         [Key(words=('up',), numbers=()), Key(words=('down',), numbers=())]
     """
     keys = [key_of(path) for path in paths]
+    # The words of a name that stands alone are all its own.
     common = set.intersection(*(set(key.words) for key in keys)) if len(keys) > 1 else set()
     numbers = _inner([key.numbers for key in keys])
     words = [tuple(word for word in key.words if word not in common) for key in keys]
@@ -93,11 +99,15 @@ def _inner(numbers: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
 
 
 def _tokens(name: str) -> list[str]:
-    split = re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=\d)(?=[A-Za-z])|(?<=[A-Za-z])(?=\d)", " ", name)
-    plain = " ".join(re.findall(r"[a-z]+|\d+", split.lower()))
+    split = _WORD_ENDS.sub(" ", name)
+    words = re.findall(r"[a-z]+|\d+", split.lower())
+    plain = " ".join(words)
     plain = plain.replace("layer norm", "layernorm").replace("rms norm", "rmsnorm")
     for phrase, meaning in PHRASES.items():
         plain = re.sub(rf"\b{phrase}\b", meaning, plain)
     tokens = plain.split()
     kept = [SYNONYMS.get(token, token) for token in tokens if token not in FILLERS]
-    return kept if kept or not {"proj", "projection"} & set(tokens) else ["out"]
+    # A projection with no other name, as `c_proj`, is that of the output.
+    if not kept and {"proj", "projection"}.intersection(tokens):
+        return ["out"]
+    return kept

@@ -37,10 +37,9 @@ class PairedTensor:
 
     def cells(self) -> list[str]:
         """Return the row as text."""
-        names, shapes = (
-            " + ".join(_short(self.ours)),
-            " + ".join(map(str, dict.fromkeys(self.shapes))),
-        )
+        names = " + ".join(_short(self.ours))
+        # Parts are often of one shape, which is said once.
+        shapes = " + ".join(map(str, dict.fromkeys(self.shapes)))
         return [
             self.theirs,
             self.kind,
@@ -81,6 +80,7 @@ def _short(names: Sequence[str]) -> list[str]:
 
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+    # Each column is as wide as its widest cell.
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import product
 
 from flax_attn.convert.match.matcher import Item, Matching
 from flax_attn.convert.match.names import key_of
 from flax_attn.convert.match.tree import PARAMETER, Layer, layers_of
 
-SHOWN = 20  # lines of a message
+# The most lines in a message.
+SHOWN = 20
 
 
 def problems_of(found: Matching) -> list[str]:
@@ -29,47 +31,48 @@ def problems_of(found: Matching) -> list[str]:
 
 def message(heading: str, lines: Sequence[str], found: Matching) -> str:
     """Return the whole error."""
-    shown = [*lines[:SHOWN], *([f"and {len(lines) - SHOWN} more"] if len(lines) > SHOWN else [])]
+    more = [f"and {len(lines) - SHOWN} more"] if len(lines) > SHOWN else []
     remedy = (
         f"Name them alike, or pair them by rules: convert.auto(..., rules=[{_example(found)}, ...])"
     )
-    return "\n  ".join([heading, *shown]) + "\n" + remedy
+    return "\n  ".join([heading, *lines[:SHOWN], *more]) + "\n" + remedy
 
 
 def _lone_parts(found: Matching) -> list[str]:
     """Return the parameters that only one of two partners has."""
     lines = []
     for one, other, _ in found.pairs:
-        for framework, mine, yours in (("flax", one, other), ("torch", other, one)):
-            for role in mine.parts.keys() - yours.parts.keys():
-                tensor = mine.parts[role].tensor
-                there = ".".join(yours.path)
-                lines.append(
-                    f"no partner for {framework} {tensor.name} {tensor.shape}: {there} has no"
-                    f" {role}"
-                )
+        lines += _roles_without("flax", one, other) + _roles_without("torch", other, one)
+    return lines
+
+
+def _roles_without(framework: str, mine: Layer, yours: Layer) -> list[str]:
+    lines = []
+    for role in mine.parts.keys() - yours.parts.keys():
+        tensor = mine.parts[role].tensor
+        own = f"{framework} {tensor.name} {tensor.shape}"
+        lines.append(f"no partner for {own}: {'.'.join(yours.path)} has no {role}")
     return lines
 
 
 def _lone_layers(found: Matching) -> list[str]:
     lines = []
-    for framework, mine, yours in (
-        ("flax", found.ours, found.theirs),
-        ("torch", found.theirs, found.ours),
-    ):
-        for layer in mine:
-            lines.append(f"no partner for {framework} {_text(layer)}{_hint(layer, yours)}")
+    for layer in found.ours:
+        lines.append(f"no partner for flax {_text(layer)}{_hint(layer, found.theirs)}")
+    for layer in found.theirs:
+        lines.append(f"no partner for torch {_text(layer)}{_hint(layer, found.ours)}")
     return lines
 
 
 def _hint(layer: Layer, others: Sequence[Layer]) -> str:
     """Return what may be the reason."""
+    # A fused projection in an unknown order is not guessed.
     if "qkv" in key_of(layer.path).words:
         return ". In which order it holds query, key and value is not known"
     if layer.kind == "ConvTranspose" and "value" in layer.parts:
         return ". PyTorch's kernel is flipped: build it with transpose_kernel=True"
-    near = next((other for other in others if key_of(other.path) == key_of(layer.path)), None)
-    return f"; by name {_text(near)}" if near else ""
+    near = [other for other in others if key_of(other.path) == key_of(layer.path)]
+    return f"; by name {_text(near[0])}" if near else ""
 
 
 def _text(item: Item) -> str:
@@ -87,17 +90,21 @@ def _texts(items: Sequence[Item]) -> str:
 
 def _example(found: Matching) -> str:
     """Return a rule as one would write it for the first problem."""
-    namesakes = [
-        ([one], [other])
-        for one in found.ours
-        for other in found.theirs
-        if key_of(one.path) == key_of(other.path)
-    ]
-    pairs = [*found.ambiguous, *(([one], [other]) for one, other in found.conflicts), *namesakes]
-    for ours, theirs in pairs:
-        names = [
-            next(iter(next(layers_of(side[0])).parts.values())).tensor.name
-            for side in (ours, theirs)
-        ]
-        return f"Rule(({names[0]!r},), {names[1]!r})"
+    for pair in _likely_pairs(found):
+        ours, theirs = map(_first_tensor, pair)
+        return f"Rule(({ours!r},), {theirs!r})"
     return "Rule((flax_name,), torch_name)"
+
+
+def _likely_pairs(found: Matching) -> Iterator[tuple[Item, Item]]:
+    for ours, theirs in found.ambiguous:
+        yield ours[0], theirs[0]
+    yield from found.conflicts
+    for one, other in product(found.ours, found.theirs):
+        if key_of(one.path) == key_of(other.path):
+            yield one, other
+
+
+def _first_tensor(item: Item) -> str:
+    layer = next(layers_of(item))
+    return next(iter(layer.parts.values())).tensor.name

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable
+from dataclasses import replace
 from typing import Any
 
 from flax_attn.convert.match.kinds import class_names, own_layers
-from flax_attn.convert.match.tree import Branch, Group, Layer, Part, Tensor, simplify
+from flax_attn.convert.match.tree import Branch, Group, Layer, Tensor, TensorPart, simplify
 
+Path = tuple[str, ...]
 STATISTICS = ("running_mean", "running_var")
 INPUTS = ("query", "key", "value")
 
@@ -35,67 +37,101 @@ def state_names(module: Any) -> tuple[str, ...]:
 
 
 def _branch(module: Any, prefix: str, names: dict[int, str], without: Collection[str]) -> Branch:
-    """Return the branch of a module; a shared parameter has the name of its first place."""
-    own = {
-        name: Tensor(names[id(p)], tuple(p.shape))
-        for name, p in module._parameters.items()
-        if p is not None
-    }
-    buffers = {name: module._buffers.get(name) for name in STATISTICS}
-    own |= {
-        name: Tensor(prefix + name, tuple(b.shape), False)
-        for name, b in buffers.items()
-        if b is not None
-    }
+    """Return the branch of a module, but for the tensors that are left out."""
+    own = _parameters(module, names) | _statistics(module, prefix)
     tensors = {name: tensor for name, tensor in own.items() if tensor.name not in without}
-    inner = {
-        name: _branch(child, f"{prefix}{name}.", names, without)
-        for name, child in module.named_children()
-    }
-    return Branch(module, tensors, inner)
+    branches = {}
+    for name, child in module.named_children():
+        branches[name] = _branch(child, f"{prefix}{name}.", names, without)
+    return Branch(module, tensors, branches)
 
 
-def _grow(branch: Branch, path: tuple[str, ...], split: bool) -> Group:
+def _parameters(module: Any, names: dict[int, str]) -> dict[str, Tensor]:
+    """Return the parameters of a module itself; a shared one has the name of its first place."""
+    found = {}
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            found[name] = Tensor(names[id(parameter)], tuple(parameter.shape))
+    return found
+
+
+def _statistics(module: Any, prefix: str) -> dict[str, Tensor]:
+    found = {}
+    for name in STATISTICS:
+        buffer = module._buffers.get(name)
+        if buffer is not None:
+            found[name] = Tensor(prefix + name, tuple(buffer.shape), trainable=False)
+    return found
+
+
+def _grow(branch: Branch, path: Path, split: bool) -> Group:
+    # What is fused on one side may be apart on the other.
+    fused, rest = _fused_inputs(branch, path, split)
+    children = [_grow(child, (*path, name), split) for name, child in rest.branches.items()]
+    return Group(path, (*fused, *own_layers(rest, path), *children))
+
+
+def _fused_inputs(branch: Branch, path: Path, split: bool) -> tuple[list[Layer], Branch]:
+    """Return query, key and value of a module that may hold them in one tensor, and the rest."""
     known = class_names(branch.module)
-    inner, own = dict(branch.branches), branch
-    fused: list[Layer] = []
     if ("torch", "MultiheadAttention") in known:
-        fused, own = _multihead_attention(branch, path, split)
-    elif split and ("transformers", "GPT2Attention") in known and _is_three(inner.get("c_attn")):
-        fused = _conv1d_inputs(inner.pop("c_attn").tensors, path)
-    children = [_grow(child, (*path, name), split) for name, child in inner.items()]
-    return Group(path, (*fused, *own_layers(own, path), *children))
+        return _multihead_attention(branch, path, split)
+    if ("transformers", "GPT2Attention") in known and split:
+        return _gpt2_attention(branch, path)
+    return [], branch
 
 
-def _multihead_attention(
-    branch: Branch, path: tuple[str, ...], split: bool
-) -> tuple[list[Layer], Branch]:
-    """Return query, key and value of torch.nn.MultiheadAttention, packed or not, and the rest."""
+def _multihead_attention(branch: Branch, path: Path, split: bool) -> tuple[list[Layer], Branch]:
     own = dict(branch.tensors)
-    weight, bias = own.pop("in_proj_weight", None), own.pop("in_proj_bias", None)
-    if not split and weight is not None:
-        parts = {"weight": Part(weight, "o i")} | ({"bias": Part(bias, "o")} if bias else {})
-        return [Layer("Linear", (*path, "in_proj"), parts)], Branch(branch.module, own)
+    weight = own.pop("in_proj_weight", None)
+    bias = own.pop("in_proj_bias", None)
+    # Where the widths differ, each input has a weight of its own, and the bias is packed still.
+    apart = [own.pop(f"{name[0]}_proj_weight", None) for name in INPUTS]
+    rest = replace(branch, tensors=own)
+    if weight is None:
+        weights = [_whole(tensor, "o i") for tensor in apart]
+    elif split:
+        weights = _thirds(weight, "o i")
+    else:
+        return _linear((*path, "in_proj"), _whole(weight, "o i"), _whole(bias, "o")), rest
+    return _input_layers(path, weights, _thirds(bias, "o")), rest
+
+
+def _gpt2_attention(branch: Branch, path: Path) -> tuple[list[Layer], Branch]:
+    inner = dict(branch.branches)
+    tensors = inner.pop("c_attn", Branch()).tensors
+    weight = tensors.get("weight")
+    # In cross-attention the same layer holds key and value alone.
+    if weight is None or weight.shape[1] != 3 * weight.shape[0]:
+        return [], branch
+    weights = _thirds(weight, "i o", axis=1)
+    biases = _thirds(tensors.get("bias"), "o")
+    return _input_layers(path, weights, biases), replace(branch, branches=inner)
+
+
+def _thirds(tensor: Tensor | None, axes: str, axis: int = 0) -> list[TensorPart | None]:
+    """Return the parts of query, key and value in one tensor, cut along an axis."""
+    if tensor is None:
+        return [None] * 3
+    return [TensorPart(tensor, axes, {}, n, 3, axis) for n in range(3)]
+
+
+def _whole(tensor: Tensor | None, axes: str) -> TensorPart | None:
+    return None if tensor is None else TensorPart(tensor, axes)
+
+
+def _input_layers(
+    path: Path, weights: Iterable[TensorPart | None], biases: Iterable[TensorPart | None]
+) -> list[Layer]:
+    """Return the projections of query, key and value."""
     layers = []
-    for n, name in enumerate(INPUTS):
-        apart = own.pop(f"{name[0]}_proj_weight", None)
-        parts = {"weight": Part(weight, "o i", {}, n, 3)} if weight else {}
-        parts |= {"weight": Part(apart, "o i")} if apart else {}
-        parts |= {"bias": Part(bias, "o", {}, n, 3)} if bias else {}
-        layers += [Layer("Linear", (*path, name), parts)] if parts else []
-    return layers, Branch(branch.module, own)
+    for name, weight, bias in zip(INPUTS, weights, biases, strict=True):
+        layers += _linear((*path, name), weight, bias)
+    return layers
 
 
-def _is_three(branch: Branch | None) -> bool:
-    """Whether a Conv1D is a fused projection of query, key and value."""
-    weight = None if branch is None else branch.tensors.get("weight")
-    return weight is not None and weight.shape[1] == 3 * weight.shape[0]
-
-
-def _conv1d_inputs(tensors: dict[str, Tensor], path: tuple[str, ...]) -> list[Layer]:
-    def parts(piece: int) -> Iterator[tuple[str, Part]]:
-        yield "weight", Part(tensors["weight"], "i o", {}, piece, 3, 1)
-        if "bias" in tensors:
-            yield "bias", Part(tensors["bias"], "o", {}, piece, 3)
-
-    return [Layer("Linear", (*path, name), dict(parts(n))) for n, name in enumerate(INPUTS)]
+def _linear(path: Path, weight: TensorPart | None, bias: TensorPart | None) -> list[Layer]:
+    """Return a linear layer of the parts that are there, or nothing without any."""
+    both = {"weight": weight, "bias": bias}
+    parts = {role: part for role, part in both.items() if part is not None}
+    return [Layer("Linear", path, parts)] if parts else []

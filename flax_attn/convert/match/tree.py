@@ -9,14 +9,12 @@ from typing import NamedTuple
 
 from flax_attn.convert.rules import Shape
 
-PARAMETER = "Parameter"  # the kind of a parameter that is an attribute of a user's module
-NORMS = {
-    "LayerNorm",
-    "RMSNorm",
-    "GroupNorm",
-    "InstanceNorm",
-    "Norm",
-}  # "Norm" where the parameters do not tell which
+# The kind of a parameter that is an attribute of a user's module.
+PARAMETER = "Parameter"
+# The last is that of a norm whose parameters do not tell which it is.
+NORMS = {"LayerNorm", "RMSNorm", "GroupNorm", "InstanceNorm", "Norm"}
+# A tensor by name, and the piece of it.
+Piece = tuple[str, int]
 
 
 class Tensor(NamedTuple):
@@ -43,7 +41,7 @@ class Branch:
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorPart:
     """A tensor, or a piece of one, in one role of a layer.
 
     Args:
@@ -65,21 +63,25 @@ class Part:
     @property
     def shape(self) -> Shape:
         """The shape of the part."""
-        shape = self.tensor.shape
-        if self.pieces == 1:
-            return shape
-        return (*shape[: self.axis], shape[self.axis] // self.pieces, *shape[self.axis + 1 :])
+        shape = list(self.tensor.shape)
+        if self.pieces > 1:
+            shape[self.axis] //= self.pieces
+        return tuple(shape)
+
+    @property
+    def key(self) -> Piece:
+        """The tensor and the piece of it, which one layer of a model owns."""
+        return self.tensor.name, self.piece
 
     @property
     def sizes(self) -> tuple[tuple[str, int], ...]:
         """The size of each axis of the layer."""
-        sizes = {
-            axis: size
-            for axis, size in zip(self.axes.split(), self.shape, strict=True)
-            if axis != "1"
-        }
+        sizes = dict(zip(self.axes.split(), self.shape, strict=True))
+        # Axes of size 1 do not count: frameworks differ in them.
+        sizes.pop("1", None)
         for axis, names in self.merged.items():
-            sizes[axis] = prod(sizes.pop(name) for name in names.strip("()").split())
+            merged = names.strip("()").split()
+            sizes[axis] = prod(sizes.pop(name) for name in merged)
         return tuple(sorted(sizes.items()))
 
 
@@ -89,7 +91,7 @@ class Layer:
 
     kind: str
     path: tuple[str, ...]
-    parts: dict[str, Part]
+    parts: dict[str, TensorPart]
 
     @property
     def family(self) -> str:
@@ -98,9 +100,10 @@ class Layer:
 
     def fits(self, other: Layer) -> bool:
         """Whether both can be the same layer."""
-        return self.kind == other.kind or (
-            self.family == other.family == "norm" and "Norm" in (self.kind, other.kind)
-        )
+        if self.kind == other.kind:
+            return True
+        norms = self.family == other.family == "norm"
+        return norms and "Norm" in (self.kind, other.kind)
 
 
 @dataclass(frozen=True)
@@ -123,9 +126,10 @@ def layers_of(item: Layer | Group) -> Iterator[Layer]:
 
 def tensors_of(root: Group) -> dict[str, Tensor]:
     """Return the tensors of a tree by name."""
-    return {
-        part.tensor.name: part.tensor for layer in layers_of(root) for part in layer.parts.values()
-    }
+    found = {}
+    for layer in layers_of(root):
+        found |= {part.tensor.name: part.tensor for part in layer.parts.values()}
+    return found
 
 
 def simplify(root: Group) -> Group:
@@ -136,26 +140,30 @@ def simplify(root: Group) -> Group:
     return Group((), () if pruned is None else (pruned,), root.ordered)
 
 
-def _owners(root: Group) -> dict[tuple[str, int], tuple[str, ...]]:
+def _owners(root: Group) -> dict[Piece, tuple[str, ...]]:
     """Return the layer that each tensor counts for: of several, the embedding, else the first."""
-    owners: dict[tuple[str, int], Layer] = {}
-    for layer in layers_of(root):
+    # An output layer may share its weight with the embedding, and come before it.
+    layers = sorted(layers_of(root), key=lambda layer: layer.kind != "Embedding")
+    owners: dict[Piece, tuple[str, ...]] = {}
+    for layer in layers:
         for part in layer.parts.values():
-            owner = owners.setdefault((part.tensor.name, part.piece), layer)
-            if layer.kind == "Embedding" and owner.kind != "Embedding":
-                owners[part.tensor.name, part.piece] = layer
-    return {key: layer.path for key, layer in owners.items()}
+            owners.setdefault(part.key, layer.path)
+    return owners
 
 
-def _prune(
-    item: Layer | Group, owners: dict[tuple[str, int], tuple[str, ...]]
-) -> Layer | Group | None:
+def _prune(item: Layer | Group, owners: dict[Piece, tuple[str, ...]]) -> Layer | Group | None:
     if isinstance(item, Layer):
-        own = {r: p for r, p in item.parts.items() if owners[p.tensor.name, p.piece] == item.path}
-        return replace(item, parts=own) if own else None
-    children = tuple(
-        child for child in (_prune(child, owners) for child in item.children) if child is not None
-    )
+        return _prune_layer(item, owners)
+    children = []
+    for child in item.children:
+        pruned = _prune(child, owners)
+        if pruned is not None:
+            children.append(pruned)
     if len(children) == 1:
         return children[0]
-    return replace(item, children=children) if children else None
+    return replace(item, children=tuple(children)) if children else None
+
+
+def _prune_layer(layer: Layer, owners: dict[Piece, tuple[str, ...]]) -> Layer | None:
+    own = {role: part for role, part in layer.parts.items() if owners[part.key] == layer.path}
+    return replace(layer, parts=own) if own else None

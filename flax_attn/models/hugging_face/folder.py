@@ -32,8 +32,9 @@ from flax_attn.convert.api import axes_of, parameters, tensors
 from flax_attn.convert.files import take_part, write_shards
 from flax_attn.convert.headers import Stored, find_weights, read_headers
 from flax_attn.convert.lock import locked
+from flax_attn.convert.planning import plan
 from flax_attn.convert.problems import problems
-from flax_attn.convert.rules import ConversionError, Entry, Layout, plan
+from flax_attn.convert.rules import ConversionError, Entry, Layout
 from flax_attn.convert.stacked import LayerSlice, Tensor, whole
 from flax_attn.models.hugging_face.copies import check_copies
 from flax_attn.models.hugging_face.counts import check_counts

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -84,6 +83,11 @@ class Result:
     second: Arrays = field(default_factory=dict)
     dtypes: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def arrays(self) -> Arrays:
+        """Outputs and gradients by name."""
+        return {**self.outputs, **self.gradients}
+
 
 @runtime_checkable
 class Adapter(Protocol):
@@ -124,169 +128,9 @@ class Adapter(Protocol):
         ...
 
 
-class Call:
-    """How a module is called: by the caller's function or plainly, with the extras it takes."""
-
-    EXTRAS = ("lengths", "dropout_key")
-
-    def __init__(self, call: Callable | None, method: Callable, positional: bool):
-        self.function, self.positional = call, positional
-        self.accepts = frozenset(self.EXTRAS).intersection(
-            _parameters(method if call is None else call)
-        )
-
-    def __call__(
-        self, module: Any, inputs: Mapping[str, Any], extras: Mapping[str, Any]
-    ) -> dict[str, Any]:
-        """Return the outputs by name."""
-        extras = {name: value for name, value in extras.items() if name in self.accepts}
-        # By number: JAX sorts the names of what it compiles, and "input 10" sorts before "input 2".
-        arguments = [inputs[f"input {i}"] for i in range(len(inputs))] if self.positional else []
-        keywords = extras if self.positional else {**inputs, **extras}
-        if self.function is None:
-            return named(module(*arguments, **keywords))
-        return named(self.function(module, *arguments, **keywords))
-
-
-class ModuleAdapter:
-    """The base of the adapters of modules: calls the module, whole or in steps."""
-
-    def __init__(
-        self,
-        method: Callable,
-        call: Callable | None,
-        cached_call: Callable | None,
-        positional: bool,
-    ):
-        self._calls = {False: Call(call, method, positional)}
-        if cached_call:
-            self._calls[True] = Call(cached_call, method, positional)
-
-    @property
-    def accepts(self) -> frozenset[str]:
-        """The extras that the call takes."""
-        return self._calls[False].accepts
-
-    @property
-    def has_cache(self) -> bool:
-        """Whether there is a call that computes in steps."""
-        return True in self._calls
-
-    def call(
-        self,
-        module: Any,
-        inputs: Mapping[str, Any],
-        extras: Mapping[str, Any],
-        cached: bool = False,
-    ) -> dict[str, Any]:
-        """Return the outputs of a module of this kind, by name; computed in steps if `cached`."""
-        return self._calls[cached](module, inputs, extras)
-
-
-def _parameters(function: Callable) -> Sequence[str]:
-    try:
-        return list(inspect.signature(function).parameters)
-    except (TypeError, ValueError):  # built in
-        return []
-
-
-def check_kind(module: Any, rule: str, foreign: Mapping[str, str]) -> None:
-    """Raise unless `module` is a callable of this framework, and not a class.
-
-    Args:
-        module: object that was passed as the module.
-        rule: description of what it should be.
-        foreign: names of other frameworks, by their packages.
-    """
-    packages = [kind.__module__.partition(".")[0] for kind in type(module).__mro__]
-    framework = next((foreign[package] for package in packages if package in foreign), None)
-    if isinstance(module, type):
-        raise PairingError(f"{rule}; got the class {module.__name__}: pass a module of it")
-    if framework is not None:
-        raise PairingError(
-            f"{rule}; got {type(module).__name__}, of {framework}. "
-            "The order is compare(flax_module, torch_module, inputs)"
-        )
-    if not callable(module):
-        raise PairingError(f"{rule}; got {type(module).__name__}")
-
-
-def named(result: Any) -> dict[str, Any]:
-    """Return the arrays that a call returned, by name; None is no output.
-
-    Raises:
-        PairingError: if something in it is not an array, or two outputs have one name.
-
-    Example:
-        >>> sorted(named((np.ones(2), None)))
-        ['output']
-        >>> sorted(named({"logits": np.ones(2), "hidden": (np.ones(3), np.ones(4))}))
-        ['hidden.0', 'hidden.1', 'logits']
-    """
-    found: dict[str, Any] = {}
-    for name, value in _walk("", result):
-        if name in found:
-            raise PairingError(
-                "outputs are compared by name, the keys around them joined by dots; two are called"
-                f" {name!r}. Pass a call that returns them under different names"
-            )
-        found[name] = value
-    return (
-        {"output": next(iter(found.values()))}
-        if len(found) == 1 and not isinstance(result, Mapping)
-        else found
-    )
-
-
-def by_field(value: Any) -> Any:
-    """Return a dataclass as a mapping of its fields, and all else as it is.
-
-    Example:
-        >>> from flax_attn import Outputs
-        >>> sorted(by_field(Outputs(np.ones(2))))
-        ['cache', 'output', 'weights']
-    """
-    # The outputs of transformers are both: the mapping leaves out what is None.
-    if isinstance(value, Mapping | type) or not is_dataclass(value):
-        return value
-    return {one.name: getattr(value, one.name) for one in fields(value)}
-
-
-def _walk(name: str, value: Any):
-    if value is None:
-        return
-    value = by_field(value)
-    if isinstance(value, Mapping | tuple | list):
-        items = value.items() if isinstance(value, Mapping) else enumerate(value)
-        for key, inner in items:
-            yield from _walk(f"{name}.{key}" if name else str(key), inner)
-    elif hasattr(value, "shape") and hasattr(value, "dtype"):
-        yield name or "output", value
-    else:
-        raise PairingError(
-            "an output is an array, or a tuple, mapping or dataclass of arrays;"
-            f" {name or 'the output'} is a {type(value).__name__}. Pass a call that returns arrays,"
-            " such as torch_call=lambda m, x: m(x)[0]"
-        )
-
-
-def output_of(outputs: Mapping[str, Any], name: str) -> Any:
-    """Return an output by its name in the other framework.
-
-    Raises:
-        ValueError: if there is none.
-    """
-    if name not in outputs:
-        found = ", ".join(map(repr, outputs)) or "nothing"
-        raise ValueError(
-            f"both must return outputs of the same names; there is no {name!r} among {found}. "
-            "Pass calls that return the same names"
-        )
-    return outputs[name]
-
-
 def is_floating(array: Any) -> bool:
     """Whether a numpy array is floating point, the dtypes of `ml_dtypes` included."""
+    # To NumPy itself those of ml_dtypes are not floating.
     return np.issubdtype(array.dtype, np.floating) or array.dtype.name in ("bfloat16",)
 
 
@@ -296,17 +140,27 @@ def float64(arrays: Mapping[str, Any]) -> Arrays:
     Raises:
         PairingError: if one does not hold numbers.
     """
-    found = {name: convert.to_numpy(array) for name, array in arrays.items()}
-    for name, array in found.items():
-        if array.dtype.kind not in "biufcV":  # V: the dtypes of ml_dtypes
+    found = {}
+    for name, value in arrays.items():
+        array = convert.to_numpy(value)
+        # V is the kind of the dtypes of ml_dtypes.
+        if array.dtype.kind not in "biufcV":
             raise PairingError(
                 f"arrays of numbers are compared; {name} has the dtype {array.dtype}. Pass a call"
                 " that leaves it out"
             )
-    return {
-        name: array.astype(np.float64) if is_floating(array) else array
-        for name, array in found.items()
-    }
+        found[name] = array.astype(np.float64) if is_floating(array) else array
+    return found
+
+
+def rounding_factors(seed: int, eps: float) -> Callable[[Shape], np.ndarray]:
+    """Return a function that draws factors of about 1, in arrays of a shape.
+
+    Each moves a number by up to half a rounding, so that the cast that follows rounds it up or down
+    at random.
+    """
+    random = np.random.default_rng(seed)
+    return lambda shape: np.asarray(1 + eps * random.uniform(-0.5, 0.5, shape))
 
 
 def dtypes(arrays: Mapping[str, Any]) -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from flax import linen, nnx
 
 from flax_attn.convert.api import naming
-from flax_attn.parity.adapters.adapter import PairingError, check_kind
+from flax_attn.parity.adapters.adapter import PairingError
+from flax_attn.parity.adapters.module_adapter import check_kind
 
 
 class Parts(NamedTuple):
@@ -55,6 +56,7 @@ def take_apart(module: Any, train: bool = False) -> Parts:
         return _nnx(module, train)
     if isinstance(module, linen.Module):
         return _linen(module)
+    # A function with its parameters bound.
     if isinstance(module, jax.tree_util.Partial) and len(module.args) == 1 and not module.keywords:
         bound = _arrays(module.args[0], lambda tree: jax.tree_util.Partial(module.func, tree))
         return bound._replace(call=module.func)
@@ -65,34 +67,38 @@ def take_apart(module: Any, train: bool = False) -> Parts:
 
 def _nnx(module: nnx.Module, train: bool) -> Parts:
     copy = nnx.clone(module)
-    (copy.train if train else copy.eval)()
+    if train:
+        copy.train()
+    else:
+        copy.eval()
     for _, embed in nnx.iter_modules(copy):
         # This layer alone fixes the dtype of its parameter at construction; here it follows each
         # run's dtype.
         if isinstance(embed, nnx.Embed) and embed.dtype == embed.embedding.dtype:
             embed.dtype = None
-    graph, params, statistics, rest = nnx.split(copy, nnx.Param, _is_statistic, ...)
-    flat = {path: leaf for state in (params, statistics) for path, leaf in nnx.to_flat_state(state)}
+    graph, *shared, rest = nnx.split(copy, nnx.Param, _is_statistic, ...)
+    variables = {}
+    for state in shared:
+        variables |= dict(nnx.to_flat_state(state))
     name = naming(copy)
-    names = {path: name(path) for path in flat}
+    names = {path: name(path) for path in variables}
 
     def build(arrays: Mapping[str, jax.Array], rest: Any) -> nnx.Module:
-        state = nnx.from_flat_state(
-            [(path, flat[path].replace(_join(arrays, own))) for path, own in names.items()]
-        )
-        return nnx.merge(
-            graph, state, rest, copy=True
-        )  # a Variable can only be changed in the trace that made it
+        leaves = [(path, variables[path].replace(_join(arrays, names[path]))) for path in names]
+        # Merged into a copy: a Variable can only be changed in the trace that made it.
+        return nnx.merge(graph, nnx.from_flat_state(leaves), rest, copy=True)
 
-    values = {
-        name: flat[path].get_value() if layer is None else flat[path].get_value()[layer]
-        for path, own in names.items()
-        for name, layer in own.items()
-    }
-    kept = {
-        name for path, own in names.items() for name in own if isinstance(flat[path], nnx.BatchStat)
-    }
-    return Parts(*_parted(values, kept), rest, build, type(module).__call__)
+    parts = Parts({}, {}, rest, build, type(module).__call__)
+    for path, variable in variables.items():
+        own = parts.statistics if isinstance(variable, nnx.BatchStat) else parts.params
+        own.update(_values(variable, names[path]))
+    return parts
+
+
+def _values(variable: Any, names: Mapping[str, int | None]) -> dict[str, jax.Array]:
+    """Return the array of a variable by its name, or those of its layers, if they are stacked."""
+    array = variable.get_value()
+    return {name: array if layer is None else array[layer] for name, layer in names.items()}
 
 
 def _join(arrays: Mapping[str, jax.Array], names: Mapping[str, int | None]) -> jax.Array:
@@ -103,17 +109,8 @@ def _join(arrays: Mapping[str, jax.Array], names: Mapping[str, int | None]) -> j
 
 
 def _is_statistic(path: tuple, value: Any) -> bool:
-    return isinstance(value, nnx.BatchStat) and jnp.issubdtype(
-        value.dtype, jnp.floating
-    )  # a count of calls is none
-
-
-def _parted(
-    arrays: Mapping[str, Any], statistics: Collection[str]
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the parameters, and the statistics."""
-    params = {name: array for name, array in arrays.items() if name not in statistics}
-    return params, {name: array for name, array in arrays.items() if name in statistics}
+    # BatchNorm also counts its calls, in a whole number.
+    return isinstance(value, nnx.BatchStat) and jnp.issubdtype(value.dtype, jnp.floating)
 
 
 def _linen(module: linen.Module) -> Parts:
@@ -123,24 +120,21 @@ def _linen(module: linen.Module) -> Parts:
             " module.bind(variables), or flax.nnx.bridge.ToNNX(module, rngs).lazy_init(inputs)"
         )
     unbound, variables = module.unbind()
-    trees = {
-        name: variables.get(name, {}) for name in ("params", "batch_stats") if name in variables
-    }
-    leaves, structure = jax.tree_util.tree_flatten_with_path(trees)
+    shared = {name: variables[name] for name in ("params", "batch_stats") if name in variables}
+    rest = {name: value for name, value in variables.items() if name not in shared}
+    leaves, structure = jax.tree_util.tree_flatten_with_path(shared)
     # The name of a leaf is its path without that of its collection.
-    paths = [_dotted(path[1:]) for path, _ in leaves]
-    rest = {name: value for name, value in variables.items() if name not in trees}
+    names = [_dotted(path[1:]) for path, _ in leaves]
 
     def build(arrays: Mapping[str, jax.Array], rest: Any) -> linen.Module:
-        return unbound.bind(
-            {**jax.tree.unflatten(structure, [arrays[path] for path in paths]), **rest}
-        )
+        collections = jax.tree.unflatten(structure, [arrays[name] for name in names])
+        return unbound.bind({**collections, **rest})
 
-    kept = {
-        name for name, (path, _) in zip(paths, leaves, strict=True) if path[0].key == "batch_stats"
-    }
-    values = {name: leaf for name, (_, leaf) in zip(paths, leaves, strict=True)}
-    return Parts(*_parted(values, kept), rest, build, type(module).__call__)
+    parts = Parts({}, {}, rest, build, type(module).__call__)
+    for name, (path, leaf) in zip(names, leaves, strict=True):
+        own = parts.statistics if path[0].key == "batch_stats" else parts.params
+        own[name] = leaf
+    return parts
 
 
 def _pytree(module: Any, train: bool) -> Parts:
@@ -153,21 +147,17 @@ def _pytree(module: Any, train: bool) -> Parts:
 def _arrays(module: Any, made: Callable[[Any], Any]) -> Parts:
     """Return the parts of a tree of arrays, that `made` makes a module of."""
     leaves, tree = jax.tree_util.tree_flatten_with_path(module)
-    is_param = [
-        isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jnp.floating)
-        for _, leaf in leaves
-    ]
-    params = {
-        _dotted(path): leaf for (path, leaf), yes in zip(leaves, is_param, strict=True) if yes
-    }
-    static = {
-        _dotted(path): leaf for (path, leaf), yes in zip(leaves, is_param, strict=True) if not yes
-    }
+    params = {}
+    static = {}
+    for path, leaf in leaves:
+        # What is whole or no array, such as a key, is not a parameter.
+        floating = isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jnp.floating)
+        own = params if floating else static
+        own[_dotted(path)] = leaf
 
     def build(arrays: Mapping[str, jax.Array], rest: Any) -> Any:
-        return made(
-            jax.tree.unflatten(tree, [{**static, **arrays}[_dotted(path)] for path, _ in leaves])
-        )
+        values = {**static, **arrays}
+        return made(jax.tree.unflatten(tree, [values[_dotted(path)] for path, _ in leaves]))
 
     return Parts(params, {}, {}, build, made)
 
@@ -179,8 +169,14 @@ def _inference(module: Any, value: bool) -> Any:
 
 
 def _dotted(path: Any) -> str:
-    # `_fun` is what equinox's own transforms, such as filter_vmap, call the module inside them.
-    names = [
-        str(getattr(key, "name", getattr(key, "key", getattr(key, "idx", key)))) for key in path
-    ]
+    names = [_key_name(key) for key in path]
+    # equinox's own transforms, such as filter_vmap, give the module inside them this name.
     return ".".join(name for name in names if name != "_fun")
+
+
+def _key_name(key: Any) -> str:
+    # Of an attribute, of an entry in a mapping, and of a place in a sequence.
+    for attribute in ("name", "key", "idx"):
+        if hasattr(key, attribute):
+            return str(getattr(key, attribute))
+    return str(key)

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from flax_attn.parity.report.report import Report
     from flax_attn.parity.training import TrainingSpec
 
-FORMAT = 2  # of the file; another one is refused
+# The format of the file; another one is refused.
+FORMAT = 2
 _KINDS = ("outputs", "gradients", "second")
 
 
@@ -53,13 +54,14 @@ class RecordingAdapter:
 
     def run(self, spec: RunSpec) -> Result:
         """Run the adapter, and keep the result or the error."""
-        self.about[spec.name] = {"digest": digest(spec)}
+        about: dict[str, Any] = {"digest": digest(spec)}
+        self.about[spec.name] = about
         try:
             result = self.adapter.run(spec)
         except Exception as error:
-            self.about[spec.name]["raised"] = f"{type(error).__name__}: {error}"
+            about["raised"] = f"{type(error).__name__}: {error}"
             raise
-        self.about[spec.name]["dtypes"] = dict(result.dtypes)
+        about["dtypes"] = dict(result.dtypes)
         for kind in _KINDS:
             self._keep(f"{spec.name}/{kind}", getattr(result, kind))
         return result
@@ -72,9 +74,8 @@ class RecordingAdapter:
         return result
 
     def _keep(self, prefix: str, arrays: Arrays) -> None:
-        self.results |= {
-            f"{prefix}/{name}": np.asarray(array, order="C") for name, array in arrays.items()
-        }
+        for name, array in arrays.items():
+            self.results[f"{prefix}/{name}"] = np.asarray(array, order="C")
 
     def save(self, path: str | PathLike[str], inputs: Arrays, about: Mapping[str, Any]) -> None:
         """Write all results, with the inputs and a header."""
@@ -85,8 +86,6 @@ class RecordingAdapter:
             "format": FORMAT,
             "framework": self.framework,
             "accepts": sorted(self.accepts),
-        }
-        header |= {
             "has_cache": self.has_cache,
             "inputs": list(inputs),
             "results": self.about,
@@ -95,7 +94,8 @@ class RecordingAdapter:
         try:
             with replacing(path) as whole:
                 safetensors.numpy.save_file(arrays, whole, {"about": json.dumps(header)})
-        except safetensors.SafetensorError as error:  # what it makes of a full disk
+        except safetensors.SafetensorError as error:
+            # This is what it makes of a full disk.
             raise ExportError(f"cannot write {path}: {error}. Pass a folder with space") from error
 
 
@@ -135,11 +135,8 @@ class Recording:
         """The layout that was used, with full names of parameters; None if there was none."""
         rules = [Rule(tuple(ours), theirs, *rest) for ours, theirs, *rest in self.about["rules"]]
         # A rule applies under any prefix, so the longer of two names that end alike comes first.
-        return (
-            None
-            if not rules
-            else Layout(tuple(sorted(rules, key=lambda rule: -rule.ours[0].count("."))))
-        )
+        rules.sort(key=lambda rule: -rule.ours[0].count("."))
+        return Layout(tuple(rules)) if rules else None
 
     def weights(self) -> Arrays:
         """Return the recorded parameters."""
@@ -180,11 +177,8 @@ class Recording:
         return about
 
     def _under(self, prefix: str) -> Arrays:
-        return {
-            name.removeprefix(prefix): a
-            for name, a in self._arrays.items()
-            if name.startswith(prefix)
-        }
+        names = [name for name in self._arrays if name.startswith(prefix)]
+        return {name.removeprefix(prefix): self._arrays[name] for name in names}
 
 
 def save(report: Report, folder: str | PathLike[str]) -> Path:
@@ -215,17 +209,21 @@ def load(folder: str | PathLike[str], names: Sequence[str] | None = None) -> dic
     Raises:
         ExportError: if there are none, or one is damaged.
     """
-    files = sorted(Path(folder).glob("*.safetensors")) if Path(folder).is_dir() else []
-    if not files:
+    found = {}
+    for file in sorted(Path(folder).glob("*.safetensors")):
+        recording = Recording(file)
+        found[recording.about["name"]] = recording
+    if not found:
         raise ExportError(
             f"no export in {folder}: make one with `flax-attn parity --export {folder}`, where"
             " torch is"
         )
-    found = {recording.about["name"]: recording for recording in map(Recording, files)}
-    missing = [name for name in names or () if name not in found]
+    if names is None:
+        return found
+    missing = [name for name in names if name not in found]
     if missing:
         raise ExportError(f"{folder} holds no {', '.join(missing)}; it holds {', '.join(found)}")
-    return {name: recording for name, recording in found.items() if names is None or name in names}
+    return {name: recording for name, recording in found.items() if name in names}
 
 
 def file_name(name: str) -> str:
@@ -243,6 +241,7 @@ def digest(spec: RunSpec | TrainingSpec) -> str:
 
 def _leaves(name: str, value: Any):
     if isinstance(value, Mapping):
+        # In order of names: how a mapping was built must not change the digest.
         for key in sorted(value):
             yield from _leaves(f"{name}/{key}", value[key])
     elif isinstance(value, np.ndarray):
@@ -261,8 +260,11 @@ def _read(path: Path) -> tuple[Arrays, dict[str, Any]]:
         raise ExportError(f"no export at {path}")
     try:
         with safetensors.safe_open(path, "np") as file:
-            about = json.loads((file.metadata() or {}).get("about", "null"))
-            arrays = {name: file.get_tensor(name) for name in (about or {}).get("order", ())}
+            # Another file of safetensors may have no metadata.
+            metadata = file.metadata() or {}
+            about = json.loads(metadata.get("about", "null"))
+            names = about.get("order", ()) if about else ()
+            arrays = {name: file.get_tensor(name) for name in names}
     except (safetensors.SafetensorError, OSError, ValueError) as error:
         raise ExportError(f"{path} is damaged or cut off: {error}") from error
     if about is None:

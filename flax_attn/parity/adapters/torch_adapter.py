@@ -13,18 +13,19 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flax_attn.parity.adapters.adapter import (
     Arrays,
-    ModuleAdapter,
     PairingError,
     Result,
     RunSpec,
-    check_kind,
     dtypes,
     float64,
     is_floating,
-    output_of,
+    rounding_factors,
 )
+from flax_attn.parity.adapters.module_adapter import ModuleAdapter, check_kind, output_of
 from flax_attn.parity.training import TrainingSpec
 
+Tensors = dict[str, torch.Tensor]
+# The names of buffers that are loaded and stored like parameters.
 STATISTICS = ("running_mean", "running_var", "selection_bias")
 
 
@@ -63,12 +64,10 @@ class TorchAdapter(ModuleAdapter):
     @property
     def frozen(self) -> set[str]:
         """The parameters without gradients, which are not trained; empty if all are without."""
-        found = {
-            name
-            for name, parameter in self._parameters(self.module).items()
-            if not parameter.requires_grad
-        }
-        return found if len(found) < len(self._parameters(self.module)) else set()
+        parameters = self._parameters(self.module)
+        frozen = {name for name, value in parameters.items() if not value.requires_grad}
+        # Where all are frozen, training is compared as if none were.
+        return frozen if len(frozen) < len(parameters) else set()
 
     def weights(self) -> Arrays:
         """Return parameters and running statistics in float64."""
@@ -78,76 +77,72 @@ class TorchAdapter(ModuleAdapter):
         """Set parameters and running statistics."""
         with torch.no_grad():
             for name, tensor in self._tensors(self.module).items():
-                tensor.copy_(
-                    torch.from_numpy(np.asarray(weights[name], order="C"))
-                )  # a number stays one
+                # In NumPy a number stays one: ascontiguousarray would give it an axis.
+                tensor.copy_(torch.from_numpy(np.asarray(weights[name], order="C")))
 
-    def arrays(
-        self, arrays: Mapping[str, np.ndarray], dtype: str = "float64"
-    ) -> dict[str, torch.Tensor]:
+    def arrays(self, arrays: Mapping[str, np.ndarray], dtype: str = "float64") -> Tensors:
         """Return inputs as tensors, floating ones cast."""
         kind = getattr(torch, dtype)
-        return {
-            name: torch.tensor(a, dtype=kind if is_floating(a) else None)
-            for name, a in arrays.items()
-        }
+        found = {}
+        for name, array in arrays.items():
+            found[name] = torch.tensor(array, dtype=kind if is_floating(array) else None)
+        return found
 
     def run(self, spec: RunSpec) -> Result:
         """Run once."""
-        module, differentiate = self._prepared(spec), spec.cotangents is not None
+        module = self._prepared(spec)
         inputs = self.arrays(spec.inputs)
         if spec.rounding_seed:
             _round_stochastically([*self._parameters(module).values(), *inputs.values()], spec)
         kind = getattr(torch, spec.dtype)
-        module = module.to(kind) if isinstance(module, torch.nn.Module) else module
+        if isinstance(module, torch.nn.Module):
+            module = module.to(kind)
         inputs = {name: x.to(kind) if x.is_floating_point() else x for name, x in inputs.items()}
+        differentiate = spec.cotangents is not None
         for tensor in inputs.values():
             tensor.requires_grad_(differentiate and tensor.is_floating_point())
+        extras = _extras(spec.extras)
         with torch.set_grad_enabled(differentiate), _kernel(spec.tangents is not None):
-            outputs = self.call(module, _copied(inputs), _extras(spec.extras), spec.cached)
-            if spec.cotangents is None:
+            outputs = self.call(module, _copied(inputs), extras, spec.cached)
+            if not differentiate:
                 return Result(float64(outputs), dtypes=dtypes(outputs))
             return self._gradients(module, inputs, outputs, spec)
 
     def _gradients(self, module, inputs, outputs, spec: RunSpec) -> Result:
         cotangents = self.arrays(spec.cotangents or {}, spec.dtype)
-        weighted = ((output_of(outputs, name), c) for name, c in cotangents.items())
-        total = torch.stack([(output * c.to(output.dtype)).sum() for output, c in weighted]).sum()
-        leaves = {name: p for name, p in self._parameters(module).items() if p.requires_grad}
-        leaves |= {n: x for n, x in inputs.items() if x.is_floating_point()}
+        terms = []
+        for name, cotangent in cotangents.items():
+            output = output_of(outputs, name)
+            terms.append((output * cotangent.to(output.dtype)).sum())
+        leaves = self._trained(module)
+        leaves |= {name: x for name, x in inputs.items() if x.is_floating_point()}
         twice = spec.tangents is not None
-        gradients = _differentiated(total, leaves, create_graph=twice)
+        gradients = _differentiated(torch.stack(terms).sum(), leaves, create_graph=twice)
         if spec.tangents is None:
             return Result(float64(outputs), float64(gradients), dtypes=dtypes(outputs))
-        along = {name: torch.tensor(tangent) for name, tangent in spec.tangents.items()}
-        products = [
-            (g * along[n]).sum() for n, g in gradients.items() if n in along and g.requires_grad
-        ]
-        slope = (
-            torch.stack(products).sum()
-            if products
-            else torch.zeros((), dtype=torch.float64, requires_grad=True)
-        )
+        slope = _slope(gradients, spec.tangents)
         return Result({}, second=float64(_differentiated(slope, leaves)))
 
     def train(self, spec: TrainingSpec) -> Arrays:
         """Train a copy; return the final parameters, and the losses as `loss`."""
         module = self._prepared(spec)
         optimizer, schedule = spec.recipe.torch(module.parameters())
-        inputs, target, losses = self.arrays(spec.inputs), torch.from_numpy(spec.target), []
+        inputs = self.arrays(spec.inputs)
+        target = torch.from_numpy(spec.target)
+        losses = []
         for key in spec.keys:
             optimizer.zero_grad()
             extras = _extras({**spec.extras, "dropout_key": key})
-            output = output_of(self.call(module, _copied(inputs), extras), spec.output)
-            loss = (output - target).square().mean()
-            if loss.requires_grad:  # else no parameter has an effect, and all gradients are 0
+            outputs = self.call(module, _copied(inputs), extras)
+            loss = (output_of(outputs, spec.output) - target).square().mean()
+            # Else no parameter has an effect, and all gradients are 0.
+            if loss.requires_grad:
                 loss.backward()
             spec.recipe.clip(module.parameters())
             optimizer.step()
             schedule.step()
             losses.append(loss.item())
-        trained = {name: p for name, p in self._parameters(module).items() if p.requires_grad}
-        return float64(trained) | {"loss": np.array(losses)}
+        return float64(self._trained(module)) | {"loss": np.array(losses)}
 
     def call(self, *arguments: Any, **options: Any) -> dict[str, Any]:
         """Return the outputs by name.
@@ -168,6 +163,7 @@ class TorchAdapter(ModuleAdapter):
     def _prepared(self, spec: RunSpec | TrainingSpec) -> Any:
         if not isinstance(self.module, torch.nn.Module):
             return self.module
+        # Each run has its own copy: it may change buffers, and is cast.
         module = copy.deepcopy(self.module)
         module.train(spec.train)
         return module if self.frozen else module.requires_grad_(True)
@@ -177,30 +173,42 @@ class TorchAdapter(ModuleAdapter):
         return dict(module.named_parameters()) if isinstance(module, torch.nn.Module) else {}
 
     @classmethod
+    def _trained(cls, module: Any) -> dict[str, torch.Tensor]:
+        parameters = cls._parameters(module)
+        return {name: value for name, value in parameters.items() if value.requires_grad}
+
+    @classmethod
     def _tensors(cls, module: Any) -> dict[str, torch.Tensor]:
-        # Running statistics: of BatchNorm, of other norms that keep them, and of routers.
-        buffers = dict(module.named_buffers()) if isinstance(module, torch.nn.Module) else {}
-        statistics = {
-            name: b for name, b in buffers.items() if name.rpartition(".")[2] in STATISTICS
-        }
-        return {**cls._parameters(module), **statistics}
+        tensors: dict[str, torch.Tensor] = {**cls._parameters(module)}
+        buffers = module.named_buffers() if isinstance(module, torch.nn.Module) else ()
+        for name, buffer in buffers:
+            # Running statistics: of BatchNorm, of other norms that keep them, and of routers.
+            if name.rpartition(".")[2] in STATISTICS:
+                tensors[name] = buffer
+        return tensors
 
 
 @torch.no_grad()
 def _round_stochastically(tensors: list[torch.Tensor], spec: RunSpec) -> None:
-    # Each number moves by up to half a rounding, so that the cast that follows rounds it up or down
-    # at random.
-    random, eps = (
-        np.random.default_rng(spec.rounding_seed),
-        torch.finfo(getattr(torch, spec.dtype)).eps,
-    )
-    for tensor in (tensor for tensor in tensors if tensor.is_floating_point()):
-        tensor.mul_(1 + eps * torch.tensor(random.uniform(-0.5, 0.5, tuple(tensor.shape))))
+    factors = rounding_factors(spec.rounding_seed, torch.finfo(getattr(torch, spec.dtype)).eps)
+    for tensor in tensors:
+        if tensor.is_floating_point():
+            tensor.mul_(torch.from_numpy(factors(tuple(tensor.shape))))
 
 
 def _copied(inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     # A module may write into what it is given, which PyTorch refuses for what is differentiated.
     return {name: tensor.clone() for name, tensor in inputs.items()}
+
+
+def _slope(gradients: Mapping[str, torch.Tensor], tangents: Arrays) -> torch.Tensor:
+    """Return the sum of the products of gradients and tangents."""
+    # A number to begin with: no gradient may depend on any of the leaves.
+    total = torch.zeros((), dtype=torch.float64, requires_grad=True)
+    for name, gradient in gradients.items():
+        if name in tangents and gradient.requires_grad:
+            total = total + (gradient * torch.tensor(tangents[name])).sum()
+    return total
 
 
 def _differentiated(
@@ -209,6 +217,7 @@ def _differentiated(
     """Return the gradients by name, 0 where the total does not depend on any leaf."""
     if not (leaves and total.requires_grad):
         return {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
+    # What the total does not depend on has a gradient of 0, not None.
     found = torch.autograd.grad(
         total, [*leaves.values()], create_graph=create_graph, materialize_grads=True
     )

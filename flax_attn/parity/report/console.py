@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
 
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -18,9 +17,11 @@ from flax_attn.parity.check import Check
 from flax_attn.parity.report import wording
 from flax_attn.parity.report.findings import Findings
 
-PAIRS = 30  # the most that are listed
+# The most pairs that are listed.
+PAIRS = 30
 _LOW, _LOW_GRADIENT = f"{tolerance.LOW_FORWARD:.0f}x", f"{tolerance.LOW_GRADIENT:.0f}x"
-_COLUMNS = {  # what is measured, and the rule
+# What is measured in each column, and the rule.
+_COLUMNS = {
     "forward": (
         "float64: largest error over largest value, outputs and weights",
         f"{tolerance.FORWARD:.0e}",
@@ -56,9 +57,8 @@ _COLUMNS = {  # what is measured, and the rule
 
 def variants(reports: Sequence[Findings]) -> Table:
     """Return the table of reports, a row for each."""
-    rows, columns = _table("variant", no_wrap=True), _columns(reports)
-    for column in (*columns, "margin", ""):
-        rows.add_column(column, justify="right", no_wrap=True)
+    columns = _columns(reports)
+    rows = _table("variant", numbers=(*columns, "margin", ""))
     for report in reports:
         cells = [_cell(report.check(column)) for column in columns]
         rows.add_row(Text(report.name), *cells, wording.margin(report.margin), _verdict(report))
@@ -67,12 +67,12 @@ def variants(reports: Sequence[Findings]) -> Table:
 
 def legend(reports: Sequence[Findings]) -> str:
     """Return a line for every column of the table of reports."""
-    lines = [
-        f"{name:12} {_COLUMNS[name][0]:76} rule {_COLUMNS[name][1]}" for name in _columns(reports)
-    ]
-    return "\n".join(
-        [*lines, "margin       how far below its rule the worst check is;  -  does not apply"]
-    )
+    lines = []
+    for name in _columns(reports):
+        measured, rule = _COLUMNS[name]
+        lines.append(f"{name:12} {measured:76} rule {rule}")
+    lines.append("margin       how far below its rule the worst check is;  -  does not apply")
+    return "\n".join(lines)
 
 
 def _columns(reports: Sequence[Findings]) -> list[str]:
@@ -87,9 +87,10 @@ def verdict(report: Findings) -> Group:
 def text(report: Findings, width: int = 120) -> str:
     """Return one report in full as plain text."""
     file = io.StringIO()
-    Console(file=file, width=width, color_system=None, highlight=False, force_jupyter=False).print(
-        verdict(report)
-    )
+    # A notebook would get HTML, and nothing in the file.
+    plain = {"color_system": None, "highlight": False, "force_jupyter": False}
+    Console(file=file, width=width, **plain).print(verdict(report))
+    # Tables pad their last column.
     return "\n".join(line.rstrip() for line in file.getvalue().rstrip().splitlines())
 
 
@@ -104,20 +105,27 @@ def failures(reports: Sequence[Findings]) -> list[str]:
     return [f"{report.name}: {check.explain()}" for report in reports for check in report.failed]
 
 
-def _table(first: str, **options: Any) -> Table:
+def _table(name: str = "", numbers: Iterable[str] = ()) -> Table:
+    """Return a table without rows: a column of names, if any, then columns of numbers."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column(first, **options)
+    if name:
+        table.add_column(name, no_wrap=True)
+    for column in numbers:
+        table.add_column(column, justify="right", no_wrap=True)
     return table
 
 
 def _cell(check: Check | None) -> Text:
-    if check is not None and check.nothing:
-        return Text("nothing", style="bold red")
-    if check is None or not check.ran:
+    if check is None or check.skipped:
         return Text("-", style="dim")
-    if check.name == "layouts" and check.passed:
-        return Text(str(len(check.note.split(", "))))
-    return Text(wording.error(check), style="" if check.passed else "bold red")
+    if check.nothing:
+        return Text("nothing", style="bold red")
+    if not check.passed:
+        return Text(wording.error(check), style="bold red")
+    # Of layouts, how many there are.
+    return Text(
+        str(check.note.count(", ") + 1) if check.name == "layouts" else wording.error(check)
+    )
 
 
 def _verdict(report: Findings) -> Text:
@@ -131,14 +139,10 @@ def _parts(report: Findings) -> Iterator[RenderableType]:
     yield from _titled("causes", report.causes)
     yield from _titled("where they differ", report.where)
     yield _checks([check for check in report.checks if check.ran])
-    yield from _titled(
-        "nothing compared",
-        (_missing(check) for check in report.checks if check.nothing),
-        "bold red",
-    )
-    yield from _titled(
-        "not run", (_missing(check) for check in report.checks if check.skipped), "dim"
-    )
+    nothing = [_missing(check) for check in report.checks if check.nothing]
+    yield from _titled("nothing compared", nothing, "bold red")
+    skipped = [_missing(check) for check in report.checks if check.skipped]
+    yield from _titled("not run", skipped, "dim")
     if report.entries:
         yield from _pairs(report.entries)
     yield from _titled("notes", report.notes)
@@ -146,32 +150,37 @@ def _parts(report: Findings) -> Iterator[RenderableType]:
 
 
 def _checks(checks: Sequence[Check]) -> Table:
-    rows = _table("check", no_wrap=True)
-    for column in ("error", "rule", "margin"):
-        rows.add_column(column, justify="right", no_wrap=True)
+    rows = _table("check", numbers=("error", "rule", "margin"))
     rows.add_column("")
     rows.add_column("worst tensor", overflow="fold")
     for check in sorted(checks, key=lambda check: check.passed):
-        style, mark = ("", "holds") if check.passed else ("bold red", "FAILS")
-        name, error, mark = (Text(text, style) for text in (check.name, wording.error(check), mark))
-        worst = Text.assemble(
-            wording.worst(check), (f"\n{check.note}" if check.note else "", "dim")
+        style = "" if check.passed else "bold red"
+        rows.add_row(
+            Text(check.name, style),
+            Text(wording.error(check), style),
+            wording.rule(check),
+            wording.margin(check.margin),
+            Text("holds" if check.passed else "FAILS", style),
+            _worst(check),
         )
-        rows.add_row(name, error, wording.rule(check), wording.margin(check.margin), mark, worst)
     return rows
 
 
+def _worst(check: Check) -> Text:
+    note = f"\n{check.note}" if check.note else ""
+    return Text.assemble(wording.worst(check), (note, "dim"))
+
+
 def _pairs(entries: Sequence[Entry]) -> Iterator[RenderableType]:
-    rows = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    rows = _table()
     for column in ("torch", "shape", "flax", "shape", "flax to torch"):
         rows.add_column(column, overflow="fold")
     for entry in entries[:PAIRS]:
-        shapes = "\n".join(" ".join(map(str, shape)) for shape in entry.shapes)
         cells = (
             entry.theirs,
-            " ".join(map(str, entry.shape)),
+            _sizes(entry.shape),
             "\n".join(entry.ours),
-            shapes,
+            "\n".join(map(_sizes, entry.shapes)),
             wording.change(entry),
         )
         rows.add_row(*map(Text, cells))
@@ -181,12 +190,15 @@ def _pairs(entries: Sequence[Entry]) -> Iterator[RenderableType]:
         yield Text(f"and {len(entries) - PAIRS} more, in report.entries\n", style="dim")
 
 
+def _sizes(shape: Sequence[int]) -> str:
+    return " ".join(map(str, shape))
+
+
 def _missing(check: Check) -> str:
     if check.nothing:
         return f"{check.name}: {check.nothing}: FAILS"
-    return f"{check.name}: {check.skipped}" + (
-        ", and it was asked for by name: FAILS" if check.wanted else ""
-    )
+    wanted = ", and it was asked for by name: FAILS" if check.wanted else ""
+    return f"{check.name}: {check.skipped}{wanted}"
 
 
 def _titled(title: str, lines: Iterable[str], style: str = "") -> Iterator[RenderableType]:

@@ -16,12 +16,10 @@ from plotly.subplots import make_subplots
 from flax_attn.parity.report.scale import COLORS, FLOOR
 from flax_attn.parity.trace.divergence import Divergence
 
-LABELS = 12  # nodes that are named on the axis, the first of those that are wrong
-HEADS, TOKENS, POINTS = (
-    8,
-    32,
-    500,
-)  # the most that is drawn of a layer and of a curve, to keep the page small
+# The nodes that are named on the axis, the first of those that are wrong.
+LABELS = 12
+# The most that is drawn of a layer and of a curve, to keep the page small.
+HEADS, TOKENS, POINTS = 8, 32, 500
 FLAX, TORCH = "#e8710a", "#1a73e8"
 
 
@@ -46,9 +44,13 @@ def divergence(found: Divergence) -> Picture:
     """Draw the output, local and cotangent errors of all nodes, in order of execution."""
     names = [_text(node.name) for node in found.nodes]
     kinds = {"backward": "backward_error", "local": "local_error", "output": "error"}
-    rows = {kind: [getattr(node, name) for node in found.nodes] for kind, name in kinds.items()}
-    rows = {kind: errors for kind, errors in rows.items() if not np.isnan(errors).all()}
-    shown = [[f"{error:.1e}" for error in errors] for errors in rows.values()]
+    rows, shown = {}, []
+    for kind, name in kinds.items():
+        errors = [getattr(node, name) for node in found.nodes]
+        # What was not measured, such as gradients that are equal, has no row.
+        if not np.isnan(errors).all():
+            rows[kind] = errors
+            shown.append([f"{error:.1e}" for error in errors])
     figure = go.Figure(
         go.Heatmap(
             z=_logarithm(list(rows.values())),
@@ -62,20 +64,19 @@ def divergence(found: Divergence) -> Picture:
             **_error_scale(),
         )
     )
+    # The first difference, and what is wrong by itself.
     marked = {node.order for node in (found.first, *found.locally_wrong) if node}
     marks = [i for i, node in enumerate(found.nodes) if node.order in marked][:LABELS]
     figure.update_yaxes(showgrid=False, zeroline=False)
-    figure.update_xaxes(
-        tickvals=marks, ticktext=[names[i] for i in marks], tickangle=-30, showgrid=False
-    )
+    labels = [names[i] for i in marks]
+    figure.update_xaxes(tickvals=marks, ticktext=labels, tickangle=-30, showgrid=False)
+    differ = sum(node.differs for node in found.nodes)
     words = (
-        f"{len(names)} nodes in order of execution, from left to right; "
-        f"the output of {sum(node.differs for node in found.nodes)} differs, "
-        f"{len(found.locally_wrong)} are locally wrong."
+        f"{len(names)} nodes in order of execution, from left to right; the output of {differ}"
+        f" differs, {len(found.locally_wrong)} are locally wrong."
     )
-    return _picture(
-        figure, "Errors of every node", words, 190, {"t": 12, "b": 50, "l": 70, "r": 12}
-    )
+    margin = {"t": 12, "b": 50, "l": 70, "r": 12}
+    return _picture(figure, "Errors of every node", words, 190, margin)
 
 
 def attention(name: str, flax: np.ndarray, torch: np.ndarray) -> list[Picture]:
@@ -89,29 +90,10 @@ def attention(name: str, flax: np.ndarray, torch: np.ndarray) -> list[Picture]:
 
 def losses(flax: np.ndarray, torch: np.ndarray, rule: float) -> Picture:
     """Draw the losses of both sides, and below it how far apart they are."""
-    steps = np.unique(np.linspace(0, len(torch) - 1, POINTS).astype(int))
     apart = np.abs(flax - torch) / np.max(np.abs(torch))
     figure = make_subplots(2, 1, shared_xaxes=True, row_heights=[0.6, 0.4], vertical_spacing=0.08)
-    curve = {"x": steps + 1, "mode": "lines"}
-    figure.add_scatter(
-        y=torch[steps], name="torch", line={"color": TORCH, "width": 5}, opacity=0.55, **curve
-    )
-    figure.add_scatter(
-        y=flax[steps], name="flax", line={"color": FLAX, "width": 2, "dash": "dash"}, **curve
-    )
-    figure.add_scatter(
-        x=steps + 1,
-        y=np.maximum(apart[steps], FLOOR),
-        mode="markers",
-        name="difference",
-        marker={"color": "#7f7f7f", "size": 4},
-        row=2,
-        col=1,
-    )
-    ends = {"x": [0, len(torch) + 1], "y": [rule, rule]}
-    figure.add_scatter(
-        **ends, mode="lines", name="rule", line={"color": FLAX, "dash": "dot"}, row=2, col=1
-    )
+    _add_curves(figure, flax, torch)
+    _add_difference(figure, apart, rule)
     figure.update_yaxes(type="log", exponentformat="power")
     figure.update_yaxes(title="loss", row=1)
     figure.update_yaxes(title="difference", range=np.log10([FLOOR / 2, 1]), dtick=6, row=2)
@@ -126,6 +108,36 @@ def losses(flax: np.ndarray, torch: np.ndarray, rule: float) -> Picture:
     return _picture(figure, "Losses", words, 360, {"t": 12, "b": 40, "l": 80, "r": 12})
 
 
+def _drawn_steps(count: int) -> np.ndarray:
+    return np.unique(np.linspace(0, count - 1, POINTS).astype(int))
+
+
+def _add_curves(figure: go.Figure, flax: np.ndarray, torch: np.ndarray) -> None:
+    steps = _drawn_steps(len(torch))
+    curve = {"x": steps + 1, "mode": "lines"}
+    # The curve of torch is wide and pale, so that the other is seen on it.
+    below = {"color": TORCH, "width": 5}
+    above = {"color": FLAX, "width": 2, "dash": "dash"}
+    figure.add_scatter(y=torch[steps], name="torch", line=below, opacity=0.55, **curve)
+    figure.add_scatter(y=flax[steps], name="flax", line=above, **curve)
+
+
+def _add_difference(figure: go.Figure, apart: np.ndarray, rule: float) -> None:
+    steps = _drawn_steps(len(apart))
+    place = {"row": 2, "col": 1}
+    figure.add_scatter(
+        x=steps + 1,
+        y=np.maximum(apart[steps], FLOOR),
+        mode="markers",
+        name="difference",
+        marker={"color": "#7f7f7f", "size": 4},
+        **place,
+    )
+    ends = {"x": [0, len(apart) + 1], "y": [rule, rule]}
+    dotted = {"color": FLAX, "dash": "dot"}
+    figure.add_scatter(mode="lines", name="rule", line=dotted, **ends, **place)
+
+
 def _head(title: str, flax: np.ndarray, torch: np.ndarray) -> Picture:
     apart = np.abs(flax - torch)
     query, key = np.unravel_index(np.argmax(apart), apart.shape)
@@ -137,6 +149,7 @@ def _head(title: str, flax: np.ndarray, torch: np.ndarray) -> Picture:
         "hovertemplate": "query %{y}, key %{x}<br>%{z:.6g}<extra></extra>",
     }
     hover = "query %{y}, key %{x}<br>10^%{z:.1f}<extra></extra>"
+    # Both sides have one scale of colours, the difference has that of errors.
     figure.add_heatmap(z=np.float32(flax), row=1, col=1, **weights)
     figure.add_heatmap(z=np.float32(torch), row=1, col=2, **weights)
     figure.add_heatmap(z=_logarithm(apart), hovertemplate=hover, row=1, col=3, **_error_scale())
@@ -159,7 +172,8 @@ def _logarithm(errors: Any) -> np.ndarray:
 def _picture(
     figure: go.Figure, title: str, words: str, height: int, margin: dict[str, int]
 ) -> Picture:
-    clear = "rgba(0,0,0,0)"  # the page's own background and colour of text
+    # Through it the page's own background is seen.
+    clear = "rgba(0,0,0,0)"
     figure.update_layout(
         template="none", paper_bgcolor=clear, plot_bgcolor=clear, height=height, margin=margin
     )

@@ -45,9 +45,8 @@ class Findings:
     @property
     def passed(self) -> bool:
         """Whether something was measured, and every rule holds."""
-        return all(check.passed for check in self.checks) and any(
-            check.ran for check in self.checks
-        )
+        measured = any(check.ran for check in self.checks)
+        return measured and not self.failed
 
     @property
     def differs(self) -> bool:
@@ -84,14 +83,13 @@ class Findings:
             by = "exactly" if np.isinf(self.margin) else f"{self.margin:.3g}x below the rules"
             return f"{self.name}: both sides are the same function, {by}"
         failed = self.failed or [check for check in self.checks if not check.ran]
-        lines = [*self.causes, *self.where, *_explained(failed)]
-        lines += [f"repeat: {self.command}"] if self.command else []
-        verdict = (
-            "the two sides differ"
-            if self.differs
-            else "not proven that both sides are the same function"
-        )
-        return "\n  ".join([f"{self.name}: {verdict}", *lines])
+        verdict = "not proven that both sides are the same function"
+        if self.differs:
+            verdict = "the two sides differ"
+        lines = [f"{self.name}: {verdict}", *self.causes, *self.where, *_explained(failed)]
+        if self.command:
+            lines.append(f"repeat: {self.command}")
+        return "\n  ".join(lines)
 
     def as_dict(self) -> dict[str, Any]:
         """Return all measurements for JSON, causes first; infinities and NaN become None."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from itertools import chain
 from xml.etree import ElementTree as Xml
 
 from flax_attn.convert.replacing import replacing
@@ -26,39 +27,44 @@ def write_junit(reports: Sequence[Findings], path: str) -> None:
 
 def _suite(report: Findings) -> Xml.Element:
     suite = Xml.Element("testsuite", {"name": _text(report.name), **_counts([report])})
-    properties = Xml.SubElement(suite, "properties")
-    for name, value in {
-        **report.environment,
-        "seed": report.seed,
-        "command": report.command,
-    }.items():
-        Xml.SubElement(properties, "property", name=_text(name), value=_text(value))
+    suite.append(_properties(report))
     suite.extend(_case(report, check) for check in report.checks)
-    Xml.SubElement(suite, "system-out").text = _text("\n".join([report.explain(), *report.notes]))
+    # As a failing test prints it.
+    output = Xml.SubElement(suite, "system-out")
+    output.text = _text("\n".join([report.explain(), *report.notes]))
     return suite
+
+
+def _properties(report: Findings) -> Xml.Element:
+    properties = Xml.Element("properties")
+    values = {**report.environment, "seed": report.seed, "command": report.command}
+    for name, value in values.items():
+        Xml.SubElement(properties, "property", name=_text(name), value=_text(value))
+    return properties
 
 
 def _case(report: Findings, check: Check) -> Xml.Element:
     case = Xml.Element("testcase", classname=_text(report.name), name=_text(check.name))
     if not check.passed:
-        message = "; ".join([*report.causes, check.explain()])
-        failure = Xml.SubElement(case, "failure", type="ParityError", message=_text(message))
-        failure.text = _text(report.explain())
+        case.append(_failure(report, check))
     elif not check.ran:
         Xml.SubElement(case, "skipped", message=_text(check.skipped))
     return case
 
 
+def _failure(report: Findings, check: Check) -> Xml.Element:
+    message = "; ".join([*report.causes, check.explain()])
+    failure = Xml.Element("failure", type="ParityError", message=_text(message))
+    failure.text = _text(report.explain())
+    return failure
+
+
 def _counts(reports: Sequence[Findings]) -> dict[str, str]:
-    checks = [check for report in reports for check in report.checks]
+    checks = list(chain.from_iterable(report.checks for report in reports))
     failed = sum(not check.passed for check in checks)
     skipped = sum(check.passed and not check.ran for check in checks)
-    return {
-        "tests": str(len(checks)),
-        "failures": str(failed),
-        "errors": "0",
-        "skipped": str(skipped),
-    }
+    counts = {"tests": len(checks), "failures": failed, "errors": 0, "skipped": skipped}
+    return {name: str(count) for name, count in counts.items()}
 
 
 def _text(value: object) -> str:

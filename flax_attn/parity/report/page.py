@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,9 +22,11 @@ from flax_attn.parity.trace import activations
 if TYPE_CHECKING:
     from flax_attn.parity.report.figures import Picture
 
-TENSORS = 40  # the most that are listed, those furthest over their rules first
+# The most that are listed, those furthest over their rules first.
+TENSORS = 40
 SAVE = 'Pictures are on the page that report.save("report.html") writes.'
-MAP_BYTES = 700_000  # for the attention maps of a page; plotly itself takes 4.8 MB
+# For the attention maps of a page; plotly itself takes 4.8 MB.
+MAP_BYTES = 700_000
 
 
 @dataclass
@@ -81,15 +84,14 @@ def page(reports: Sequence[Findings], pictures: bool = True) -> str:
         lstrip_blocks=True,
     )
     templates.globals |= {"wording": wording, "tolerance": tolerance, "share": scale.share}
-    parts = (
-        sections(reports)
-        if pictures
-        else [Section(report, _tensors(report), missing=SAVE) for report in reports]
-    )
+    if pictures:
+        parts = sections(reports)
+    else:
+        parts = [Section(report, _tensors(report), missing=SAVE) for report in reports]
+    # Where nothing is drawn, plotly is left out.
     script = get_plotlyjs() if any(part.pictures for part in parts) else ""
-    return templates.get_template("page.html.j2").render(
-        sections=parts, plotly=script, legend=scale.legend()
-    )
+    template = templates.get_template("page.html.j2")
+    return template.render(sections=parts, plotly=script, legend=scale.legend())
 
 
 def check_installed() -> None:
@@ -109,10 +111,9 @@ def check_installed() -> None:
 
 def sections(reports: Sequence[Findings]) -> list[Section]:
     """Return a section for each report; of several, only those that differ have attention maps."""
+    alone = len(reports) == 1
     share = MAP_BYTES // max(sum(not report.passed for report in reports), 1)
-    return [
-        _section(report, 0 if report.passed and len(reports) > 1 else share) for report in reports
-    ]
+    return [_section(report, share if alone or not report.passed else 0) for report in reports]
 
 
 def _section(report: Findings, size: int) -> Section:
@@ -122,9 +123,8 @@ def _section(report: Findings, size: int) -> Section:
     if report.divergence is not None and report.divergence.nodes:
         section.divergence = figures.divergence(report.divergence)
     training = report.check("training")
-    if (
-        report.pair is not None and training is not None and training.errors
-    ):  # it ran: nothing is trained for a page
+    # Where the check has run, both are trained; nothing is trained for a page.
+    if report.pair is not None and training is not None and training.errors:
         flax, torch = report.pair.trained
         section.losses = figures.losses(flax["loss"], torch["loss"], training.limit)
     if report.pair is not None and size:
@@ -133,11 +133,15 @@ def _section(report: Findings, size: int) -> Section:
 
 
 def _tensors(report: Findings) -> dict[str, dict[str, float]]:
-    found: dict[str, dict[str, float]] = {}
+    found: dict[str, dict[str, float]] = defaultdict(dict)
     for check in report.checks:
-        for name, error in check.errors.items() if check.limit else ():
-            row = found.setdefault(name.removeprefix("gradient of "), {})
-            row[check.name] = max(row.get(check.name, 0.0), wording.times(error, check.limit))
+        # A rule of 0 is that of a count, which has no ratio to show.
+        if not check.limit:
+            continue
+        for name, error in check.errors.items():
+            row = found[name.removeprefix("gradient of ")]
+            ratio = wording.times(error, check.limit)
+            row[check.name] = max(row.get(check.name, 0.0), ratio)
     order = sorted(found, key=lambda name: -max(found[name].values()))
     return {name: found[name] for name in order[:TENSORS]}
 
@@ -149,20 +153,27 @@ def _attention(pair: Pair, size: int) -> tuple[list[Any], str]:
     try:
         with on_cpu():
             layers = activations.record(pair).attention
-    except Exception as error:  # a module that cannot be observed; the rest of the page stands
+    # A module may be one that cannot be observed; the rest of the page stands.
+    except Exception as error:
         return [], f"There are none: {error}"
     drawn = {}
-    for name in sorted(layers, key=lambda name: -np.max(np.abs(np.subtract(*layers[name])))):
+    for name in sorted(layers, key=lambda name: -_apart(*layers[name])):
         heads = figures.attention(name, *layers[name])
         size -= sum(len(head.data) for head in heads)
         if size < 0:
             break
         drawn[name] = heads
+    shown = []
+    for name in layers:
+        shown += drawn.get(name, [])
     left = len(layers) - len(drawn)
-    missing = (
+    if not left:
+        return shown, ""
+    return shown, (
         f"{left} of {len(layers)} layers, those that differ least, are left out to keep the page"
         " small."
     )
-    return [head for name in layers if name in drawn for head in drawn[name]], (
-        missing if left else ""
-    )
+
+
+def _apart(flax: np.ndarray, torch: np.ndarray) -> float:
+    return float(np.max(np.abs(flax - torch)))

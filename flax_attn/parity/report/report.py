@@ -38,9 +38,8 @@ class Report(Findings):
     def __repr__(self) -> str:
         """Return the verdict in short."""
         ran = sum(check.ran for check in self.checks)
-        return (
-            f"Report({self.name!r}: {wording.verdict(self)}, {ran} check{'' if ran == 1 else 's'})"
-        )
+        count = "1 check" if ran == 1 else f"{ran} checks"
+        return f"Report({self.name!r}: {wording.verdict(self)}, {count})"
 
     def __str__(self) -> str:
         """Return everything that a terminal shows, without colours."""
@@ -52,6 +51,7 @@ class Report(Findings):
             content = page.page([self], pictures=False)
         except ImportError:
             return f"<pre>{html.escape(str(self))}</pre>"
+        # A frame of its own keeps the styles of page and notebook apart.
         frame = (
             'sandbox="allow-scripts" style="width: 100%; height: 40rem; border: 0; resize:'
             ' vertical"'
@@ -68,9 +68,10 @@ class Report(Findings):
         writers = {".html": page.write_page, ".json": write_json, ".xml": write_junit}
         suffix = Path(path).suffix
         if suffix not in writers:
+            good = str(Path(path).with_suffix(".html"))
             raise ValueError(
                 f"the suffix must be .html, .json or .xml; got {str(path)!r}. "
-                f"Use report.save({str(Path(path).with_suffix('.html'))!r})"
+                f"Use report.save({good!r})"
             )
         writers[suffix]([self], str(path))
 
@@ -96,16 +97,17 @@ def environment() -> dict[str, str]:
     found["jax devices"] = ", ".join(str(device) for device in jax.devices())
     for setting in ("jax_enable_x64", "jax_default_matmul_precision"):
         found[setting] = str(getattr(jax.config, setting))
+    # A report of JAX alone does not import torch.
     if "torch" in sys.modules:
         torch = sys.modules["torch"]
         found["torch threads"] = str(torch.get_num_threads())
         found["torch float32 matmul precision"] = torch.get_float32_matmul_precision()
-        found["torch TF32 (matmul, cuDNN)"] = (
-            f"{torch.backends.cuda.matmul.allow_tf32}, {torch.backends.cudnn.allow_tf32}"
-        )
-    return found | {
-        name: os.environ[name] for name in ("XLA_FLAGS", "JAX_PLATFORMS") if name in os.environ
-    }
+        matmul = torch.backends.cuda.matmul.allow_tf32
+        found["torch TF32 (matmul, cuDNN)"] = f"{matmul}, {torch.backends.cudnn.allow_tf32}"
+    for variable in ("XLA_FLAGS", "JAX_PLATFORMS"):
+        if variable in os.environ:
+            found[variable] = os.environ[variable]
+    return found
 
 
 def _version(package: str) -> str:

@@ -8,8 +8,10 @@ import numpy as np
 
 from flax_attn.parity import tolerance
 
-FLOOR = 1e-18  # a logarithm shows no 0: what is equal to the last bit stands here
-LOWEST, HIGHEST = 1e-6, 1e12  # error over rule, at both ends of a bar
+# A logarithm shows no 0: what is equal to the last bit stands here.
+FLOOR = 1e-18
+# The error over the rule, at both ends of a bar.
+LOWEST, HIGHEST = 1e-6, 1e12
 
 # Blue holds and turns to orange at the rule: readers who cannot tell red from green can tell these.
 _COLORS = (

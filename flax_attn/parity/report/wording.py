@@ -41,9 +41,10 @@ def times(error: float, limit: float) -> float:
         >>> times(3.0, 2.0), times(0.0, 0.0), times(1.0, 0.0), times(float("nan"), 2.0)
         (1.5, 0.0, inf, inf)
     """
-    if error != error:
+    # NaN alone differs from itself.
+    if error != error or (error and not limit):
         return float("inf")
-    return error / limit if limit else (float("inf") if error else 0.0)
+    return error / limit if limit else 0.0
 
 
 def margin(times: float) -> str:
@@ -54,8 +55,12 @@ def margin(times: float) -> str:
         >>> [margin(times) for times in ratios]
         ['exact', '1e+04x', '2.1x', '0.3x', '2e-11x', '0x', '-']
     """
-    if times in (float("inf"), 0.0) or times != times:
-        return {float("inf"): "exact", 0.0: "0x"}.get(times, "-")
+    if times != times:
+        return "-"
+    if times == float("inf"):
+        return "exact"
+    if times == 0:
+        return "0x"
     if times >= 1000 or times < 0.1:
         return f"{times:.0e}x"
     return f"{times:.0f}x" if times >= 100 else f"{times:.1f}x"
@@ -71,9 +76,8 @@ def worst(check: Check) -> str:
     if check.passed or not check.where:
         return check.worst
     index = ", ".join(map(str, check.where["index"]))
-    return (
-        f"{check.worst}[{index}]: flax {check.where['flax']:.9g}, torch {check.where['torch']:.9g}"
-    )
+    flax, torch = check.where["flax"], check.where["torch"]
+    return f"{check.worst}[{index}]: flax {flax:.9g}, torch {torch:.9g}"
 
 
 def verdict(report: Findings) -> str:
@@ -93,9 +97,13 @@ def reason(report: Findings) -> str:
         return f"All {len(ran)} checks hold; the nearest is {margin(report.margin)} below its rule."
     failed = [check for check in report.failed if check.ran]
     missing = [check for check in report.failed if check.skipped]
-    parts = [f"{len(failed)} of {len(ran)} checks fail"] if failed else []
-    parts += [f"{len(nothing)} had nothing to compare"] if nothing else []
-    parts += [f"{len(missing)} asked for by name could not be run"] if missing else []
+    parts = []
+    if failed:
+        parts.append(f"{len(failed)} of {len(ran)} checks fail")
+    if nothing:
+        parts.append(f"{len(nothing)} had nothing to compare")
+    if missing:
+        parts.append(f"{len(missing)} asked for by name could not be run")
     return f"{'; '.join(parts)}."
 
 

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from flax_attn.parity.adapters.adapter import Arrays, by_field, float64
+from flax_attn.parity.adapters.adapter import Arrays, float64
+from flax_attn.parity.adapters.module_adapter import by_field
 
 ROOT = "."  # the whole module, together with the function that calls it
 

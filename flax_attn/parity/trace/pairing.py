@@ -25,7 +25,7 @@ def pair_paths(
 
     Example:
         >>> from flax_attn.convert import LAYOUTS
-        >>> from flax_attn.convert.rules import plan
+        >>> from flax_attn.convert.planning import plan
         >>> entries = plan({"fc.kernel": (3, 4), "fc.bias": (4,)}, LAYOUTS["torch"])
         >>> pair_paths(entries, ["fc", "act"], ["fc", "act", "drop"])
         {'.': '.', 'fc': 'fc', 'act': 'act'}

@@ -12,9 +12,11 @@ from torch_ref.functional import reference
 from torch_ref.functional.mask_parts import Causal, Dense, Lengths, Prefix, Segments, Window
 from torch_ref.functional.masks import Mask
 
-CAUSAL = "multi_head_causal"  # 4 heads of width 2
+# 4 heads of width 2.
+CAUSAL = "multi_head_causal"
 CAPPED = "multi_head_soft_cap_sinks"
-SOFT_CAP = 1.5  # of that variant
+# Of that variant.
+SOFT_CAP = 1.5
 
 
 def softmax_patch(
@@ -51,10 +53,12 @@ def capped_after_the_mask(softmax, scores, visible, sinks):
 def sinks_in_numerator(softmax, scores, visible, sinks):
     """`(exp(x_j) + exp(sink)) / (exp(sink) + sum_j exp(x_j))` over the visible j."""
     weights = softmax(scores, visible, sinks)
-    rest = 1 - weights.sum(dim=-1, keepdim=True)  # the weight of the sink
+    # The weight of the sink.
+    rest = 1 - weights.sum(dim=-1, keepdim=True)
     return torch.where(visible, weights + rest, 0)
 
 
+# The scale, the softmax, the soft cap and the sinks.
 SCORES = (
     fault("scale_of_the_whole_width",
           "Scores are scaled by the width of the model, not of a head.", CAUSAL,
@@ -106,6 +110,7 @@ def any_part(mask, rows, cols):
     return torch.stack(torch.broadcast_tensors(*parts)).any(dim=0)
 
 
+# What a token sees.
 MASKS = (
     fault("one_token_ahead_is_seen", "Tokens see one token ahead.", CAUSAL,
           Patch(Causal, "allow", lambda part, rows, cols: cols <= part.position(rows) + 1)),
@@ -144,6 +149,7 @@ MASKS = (
           Patch(Prefix, "allow", lambda part, rows, cols: cols <= part.position(rows))),
 )  # fmt: skip
 
+# Which weights are dropped, and what is left of the others.
 DROPOUT = (
     fault("kept_weights_not_rescaled", "Weights that are kept are not rescaled.", CAUSAL,
           Patch(reference, "drop", lambda weights, keep, rate: torch.where(keep, weights, 0)),

@@ -14,7 +14,8 @@ CHECK = "cache = full"
 CAUSAL = "multi_head_causal"
 ROPE = "multi_head_rope"
 RAGGED = "multi_head_ragged"
-RING = "block_qwen_window"  # 2 keys in all, in 3 slots
+# 2 keys in all, in 3 slots.
+RING = "block_qwen_window"
 
 
 def before_rotation(extend, cache, key, *others):

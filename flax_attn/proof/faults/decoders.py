@@ -8,10 +8,19 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from torch import nn
 from torch.nn import functional
 
-from flax_attn.proof.faults.fault import Change, Copy, Patch, Wrap, fault, patched, swapped
+from flax_attn.proof.faults.fault import (
+    NO_HEAD_NORMS,
+    Copy,
+    Modify,
+    Patch,
+    Wrap,
+    fault,
+    patched,
+    swapped,
+    zeros,
+)
 from torch_ref import DifferentialAttention, LongRoPEScaling, MultiHeadAttention, RoPE
 from torch_ref.models.gemma import Gemma
 from torch_ref.models.gemma2 import Gemma2
@@ -20,9 +29,9 @@ from torch_ref.modules import differential, head_attention, multi_head
 from torch_ref.modules.differential import differential_lambda
 from torch_ref.modules.heads import norm_heads
 
-OVER_HEADS = "multi_head_qk_norm_over_heads"  # 4 query heads and 2 key/value heads of width 6
+# 4 query heads and 2 key/value heads of width 6.
+OVER_HEADS = "multi_head_qk_norm_over_heads"
 FIRST, SECOND = "trf_blocks.0", "trf_blocks.1"
-NO_NORMS = (Patch("", "q_norm", None), Patch("", "k_norm", None))
 
 
 def each_by_itself(norm_heads, norm, x):
@@ -34,11 +43,12 @@ def each_by_itself(norm_heads, norm, x):
 
 def after_rotation(project, module, *inputs):
     """Project and rotate without the norms, then norm all heads together."""
-    with patched(module, NO_NORMS):
+    with patched(module, NO_HEAD_NORMS):
         query, key, value = project(module, *inputs)
     return norm_heads(module.q_norm, query), norm_heads(module.k_norm, key), value
 
 
+# Norms centred at zero, over all heads, and behind a layer.
 NORMS = (
     fault("no_1_plus",
           "The factor of a zero-centred norm is scale, not 1 + scale.", "rms_norm_zero_centred",
@@ -60,7 +70,8 @@ NORMS = (
           Patch(FIRST, "post_norm1", None), Patch(FIRST, "post_norm2", None)),
 )  # fmt: skip
 
-PARTIAL = "multi_head_partial_rope"  # 4 of the 6 features
+# 4 of the 6 features.
+PARTIAL = "multi_head_partial_rope"
 
 
 def of_the_whole_head(cos_sin, rope, width, positions, dtype):
@@ -68,7 +79,8 @@ def of_the_whole_head(cos_sin, rope, width, positions, dtype):
     return [part[..., : width // 2] for part in cos_sin(rope, width + 2, positions, dtype)]
 
 
-LONGROPE = "multi_head_rope_longrope"  # long from 5 tokens on
+# Long from 5 tokens on.
+LONGROPE = "multi_head_rope_longrope"
 
 
 def five_tokens_later(cos_sin, rope, *others):
@@ -79,6 +91,7 @@ def five_tokens_later(cos_sin, rope, *others):
     return cos_sin(replace(rope, scaling=scaling), *others)
 
 
+# Windows and rotations by layer, and rotations of a part of a head.
 LAYERS = (
     fault("windows_in_the_other_layers", "The windows are in the other layers.", "gemma2",
           *swapped(f"{FIRST}.att.window", f"{SECOND}.att.window")),
@@ -116,6 +129,7 @@ LAYERS = (
           Patch(LongRoPEScaling, "amplitude", lambda scaling: 1.0)),
 )  # fmt: skip
 
+# Scales and caps of tokens, scores and logits.
 SCALES = (
     fault("no_embedding_scale",
           "The tokens are not multiplied by the root of their width.", "gemma",
@@ -126,10 +140,10 @@ SCALES = (
                lambda logits, model, hidden: logits(model, model.config.d_model**0.5 * hidden))),
     fault("scores_by_the_head_width",
           "Scores are scaled by the width of a head, not query_pre_attn_scalar.", "gemma3",
-          *(Change(f"{layer}.att", "scores", lambda scores: replace(scores, scale=None))
+          *(Modify(f"{layer}.att", "scores", lambda scores: replace(scores, scale=None))
             for layer in (FIRST, SECOND))),
     fault("no_score_cap_in_a_layer", "The scores of a layer are not capped.", "gemma2",
-          Change(f"{SECOND}.att", "scores", lambda scores: replace(scores, soft_cap=None))),
+          Modify(f"{SECOND}.att", "scores", lambda scores: replace(scores, soft_cap=None))),
     fault("no_logit_cap", "The logits are not capped.", "gemma2",
           Patch(Gemma2, "logits", LanguageModel.logits)),
     fault("hidden_capped_for_logits",
@@ -138,7 +152,8 @@ SCALES = (
                 lambda model, hidden: LanguageModel.logits(model, 3 * torch.tanh(hidden / 3)))),
 )  # fmt: skip
 
-FEATURES, HEADS = "multi_head_gated_features", "multi_head_gated_heads"  # of 4 heads
+# Of 4 heads.
+FEATURES, HEADS = "multi_head_gated_features", "multi_head_gated_heads"
 
 
 def gate_of_the_output():
@@ -154,6 +169,7 @@ def gate_of_the_output():
     )
 
 
+# Gates of what the heads return.
 GATES = (
     fault("gate_after_the_output_projection",
           "The gate multiplies what the output projection returns.", FEATURES,
@@ -167,14 +183,13 @@ GATES = (
           Wrap(head_attention, "gate_heads", lambda gated, gate, x: gated(
               gate.unflatten(-1, (x.shape[-1], x.shape[-2])).transpose(-1, -2).flatten(-2), x))),
     fault("no_gate_bias", "The bias of the gate is missing.", FEATURES,
-          Change("W_gate", "bias", lambda bias: nn.Parameter(torch.zeros_like(bias)))),
+          Modify("W_gate", "bias", zeros)),
     fault("gates_of_other_heads", "The gates of the heads are in reverse order.", HEADS,
           Wrap(head_attention, "gate_heads", lambda gated, gate, x: gated(gate.flip(-1), x))),
 )  # fmt: skip
 
-DIFFERENCE = (  # of 4 query heads and 4 key/value heads; lambda starts near 0.4
-    "multi_head_differential"
-)
+# 4 query heads and 4 key/value heads; lambda starts near 0.4.
+DIFFERENCE = "multi_head_differential"
 
 
 def own_values(attend, module, query, key, value, *others, **options):
@@ -182,6 +197,7 @@ def own_values(attend, module, query, key, value, *others, **options):
     return attend(module, query, key, value[..., : module.head_dim].tile(2), *others, **options)
 
 
+# The difference of two softmaxes, and the norm behind it.
 DIFFERENTIAL = (
     fault("no_lambda_init", "Lambda starts near 0, lambda_init is missing.", DIFFERENCE,
           Wrap(DifferentialAttention, "difference",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy, deepcopy
@@ -22,16 +23,23 @@ from flax_attn.parity.cpu import on_cpu
 from flax_attn.proof.faults import FAULTS, Fault
 from flax_attn.proof.faults.fault import patched
 from flax_attn.proof.prove import pair_of
-from flax_attn.proof.variants import Variant
+from flax_attn.proof.variants import Variant, select
 
 # From the cheapest to the most expensive. A lower dtype is not among them: its rule is PyTorch's
 # own error, which a fault of the PyTorch module increases. Faults of the Flax module are left to
 # the tests.
 ORDER = (
-    *("forward", "gradients", "cache = full", "dropout"),
-    *("huge logits", "padded rows", "non-finite padding", "training"),
+    "forward",
+    "gradients",
+    "cache = full",
+    "dropout",
+    "huge logits",
+    "padded rows",
+    "non-finite padding",
+    "training",
 )
-FIXED = (1e-4, 1e-2, 4e-2)  # tolerances that are common in test suites of ports; none of ours
+# Tolerances that are common in test suites of ports; none of ours.
+FIXED = (1e-4, 1e-2, 4e-2)
 
 
 class FailsWithoutFaultError(ValueError):
@@ -73,16 +81,19 @@ def detect(
     Raises:
         FailsWithoutFaultError: if a check fails without any fault.
     """
-    last: dict[str, int] = {}  # of the checks that each variant needs
+    # How many of the checks each variant needs.
+    needed: dict[str, int] = defaultdict(int)
     for fault in faults:
-        last[fault.row] = max(last.get(fault.row, 0), ORDER.index(fault.check))
-    variants = {fault.row: fault.variant for fault in faults}
+        needed[fault.row] = max(needed[fault.row], ORDER.index(fault.check) + 1)
     with on_cpu():
-        prepared = {row: PreparedVariant(variant, seed) for row, variant in variants.items()}
-        with ThreadPoolExecutor(
-            2
-        ) as pool:  # compiles most of what is needed, as long as nothing is patched
-            list(pool.map(lambda row: prepared[row].prepare(ORDER[: last[row] + 1]), prepared))
+        prepared = {row: PreparedVariant(select([row])[0], seed) for row in needed}
+
+        def prepare(row: str) -> None:
+            prepared[row].prepare(ORDER[: needed[row]])
+
+        # As long as nothing is patched, most of what is needed is compiled by two threads.
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(prepare, prepared))
         return [_detected(prepared[fault.row], fault, watch) for fault in faults]
 
 
@@ -140,16 +151,16 @@ class PreparedVariant:
         for name in filter(self.applies, ORDER):
             with patched(adapter.module, fault.patches):
                 (check,) = run_checks(pair, [name])
-            yield check  # with nothing patched: the caller may stop here
+            # With nothing patched: the caller may stop here.
+            yield check
 
     def fixed(self, fault: Fault) -> dict[float, bool]:
         """Return whether the outputs with a fault pass the fixed tolerances."""
         adapter = self._copy(self._defaults)
         with patched(adapter.module, fault.patches):
-            outputs = adapter.run(self.pair.float64).outputs["output"]
-        return {
-            tol: bool(np.allclose(self._flax_outputs, outputs, rtol=tol, atol=tol)) for tol in FIXED
-        }
+            torch = adapter.run(self.pair.float64).outputs["output"]
+        flax = self._flax_outputs
+        return {tol: bool(np.allclose(flax, torch, rtol=tol, atol=tol)) for tol in FIXED}
 
     def _copy(self, weights: Arrays) -> TorchAdapter:
         adapter = copy(self._torch)
@@ -193,40 +204,45 @@ _COLUMNS = (
 def table(detections: Sequence[Detection]) -> Table:
     """Return the table with a row for each fault."""
     rows = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for i, column in enumerate(_COLUMNS):
-        rows.add_column(column, justify="left" if i < 3 else "right", no_wrap=i > 0)
+    what, *others = _COLUMNS
+    rows.add_column(what)
+    for column in others:
+        justify = "left" if column in _COLUMNS[:3] else "right"
+        rows.add_column(column, justify=justify, no_wrap=True)
     for detection in detections:
         style = "" if detection.detected else "bold red"
-        rows.add_row(*(Text(cell, style=style) for cell in _cells(detection)))
+        cells = [Text(cell, style) for cell in _cells(detection)]
+        rows.add_row(*cells)
     return rows
 
 
 def markdown(detections: Sequence[Detection]) -> str:
     """Return the table in Markdown."""
-    lines = [
-        _COLUMNS,
-        ("---", "---", "---", *("---:" for _ in _COLUMNS[3:])),
-        *map(_cells, detections),
-    ]
+    aligned = ["---"] * 3 + ["---:"] * len(_COLUMNS[3:])
+    lines = [_COLUMNS, aligned, *map(_cells, detections)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def summary(detections: Sequence[Detection]) -> str:
     """Return how many faults the checks detect, and how many the fixed tolerances do."""
-    found = [
-        f"{sum(not detection.fixed[tol] for detection in detections)} at {tol:.0e}" for tol in FIXED
-    ]
     detected = sum(detection.detected for detection in detections)
-    return (
-        f"{detected} of {len(detections)} faults are detected; a fixed tolerance detects"
-        f" {', '.join(found)}"
-    )
+    found = ", ".join(f"{_failing(detections, tol)} at {tol:.0e}" for tol in FIXED)
+    return f"{detected} of {len(detections)} faults are detected; a fixed tolerance detects {found}"
+
+
+def _failing(detections: Sequence[Detection], tol: float) -> int:
+    return sum(not detection.fixed[tol] for detection in detections)
 
 
 def _cells(detection: Detection) -> tuple[str, ...]:
-    check, fault = detection.check, detection.fault
-    verdict = ("UNDETECTED", "", "") if check is None else (check.name, "not run", "")
-    if check is not None and check.ran:
-        verdict = (check.name, f"{check.error:.1e}", f"{check.limit:.0e}")
-    fixed = ("passes" if passes else "fails" for passes in detection.fixed.values())
-    return (fault.what.removesuffix("."), fault.row, *verdict, *fixed)
+    fault = detection.fault
+    fixed = ["passes" if passes else "fails" for passes in detection.fixed.values()]
+    return fault.what.removesuffix("."), fault.row, *_verdict(detection.check), *fixed
+
+
+def _verdict(check: Check | None) -> tuple[str, str, str]:
+    if check is None:
+        return "UNDETECTED", "", ""
+    if not check.ran:
+        return check.name, "not run", ""
+    return check.name, f"{check.error:.1e}", f"{check.limit:.0e}"

@@ -7,7 +7,7 @@ from einops import rearrange
 from torch import nn
 from torch.nn.functional import interpolate
 
-from flax_attn.proof.faults.fault import Change, Copy, Patch, Wrap, fault, swapped
+from flax_attn.proof.faults.fault import Copy, Modify, Patch, Wrap, fault, swapped, zeros
 from torch_ref import Mask, Scores, TransformerBlock
 from torch_ref.models import dinov2, t5, whisper
 from torch_ref.models.bert import Bert
@@ -24,11 +24,7 @@ from torch_ref.modules.patches import Patches
 BERT = "bertmaskedlm"
 
 
-def zeros(parameter):
-    """A parameter of zeros."""
-    return nn.Parameter(torch.zeros_like(parameter))
-
-
+# BERT.
 TEXT = (
     fault("no_token_types", "The types of the tokens are ignored.", BERT,
           Wrap(Bert, "embed", lambda embed, model, tokens, positions, key, token_types: embed(
@@ -54,10 +50,11 @@ TEXT = (
     fault("no_head_activation", "The activation of the head is missing.", BERT,
           Patch("head", "activation", nn.Identity())),
     fault("no_head_bias", "The bias of the logits is missing.", BERT,
-          Change("head", "bias", zeros)),
+          Modify("head", "bias", zeros)),
 )  # fmt: skip
 
 
+# Layers that attend to neighbours alone.
 MODERN = (
     fault("one_sided_window",
           "A local layer attends only to what came before.", "modernbertmaskedlm",
@@ -84,9 +81,8 @@ MODERN = (
 def class_token_last(model, images, *, dropout_key=None):
     """The class token behind the patches."""
     x = model.tokens(images)
-    x = torch.cat([x, model.cls_token.expand(*x.shape[:-2], 1, -1)], dim=-2) + model.positions(
-        *images.shape[-2:]
-    )
+    x = torch.cat([x, model.cls_token.expand(*x.shape[:-2], 1, -1)], dim=-2)
+    x = x + model.positions(*images.shape[-2:])
     return model.run(model.drop_emb(x), dropout_key=dropout_key)
 
 
@@ -116,6 +112,7 @@ def resized(**options):
     return resize
 
 
+# Patches, the class token, and positions that are interpolated.
 IMAGES = (
     fault("class_token_last", "The class token comes after the patches.", "vit",
           Patch(ImageEncoder, "hidden", class_token_last)),
@@ -152,6 +149,7 @@ def of_the_first_layer(keep, model, *given):
     return keep(model, *given)[:1] * len(model.dec_blocks)
 
 
+# Distances, scales, and what the decoder attends to.
 T5_FAULTS = (
     fault("scaled_t5_scores", "The scores of T5 are divided by the root of the head width.", "t5",
           Patch("enc_blocks.0.att", "scores", Scores())),
@@ -189,9 +187,10 @@ T5_FAULTS = (
                     for i in range(x.shape[1])], dim=1))),
 )  # fmt: skip
 
+# What comes before the encoder, and the decoder of text.
 WHISPER = (
     fault("no_sinusoids", "What is heard has no positions.", "whisper",
-          Change("enc_pos", "weight", zeros)),
+          Modify("enc_pos", "weight", zeros)),
     fault("windows_shifted", "The windows of the convolutions are one frame late.", "whisper",
           Wrap(Convolution, "forward", lambda forward, layer, x: forward(layer, x.roll(1, -2)))),
     fault("no_activation_between_convolutions",

@@ -12,6 +12,7 @@ from operator import attrgetter
 from unittest import mock
 
 import torch
+from torch import nn
 
 from flax_attn.proof.variants import Variant, select
 
@@ -45,12 +46,12 @@ class Patch:
 
 
 @dataclass(frozen=True)
-class Change(Patch):
+class Modify(Patch):
     """`target.attribute` becomes `replacement(target.attribute)`.
 
     Example:
         >>> norm = torch.nn.LayerNorm(3)
-        >>> with patched(norm, [Change("", "eps", lambda eps: 10 * eps)]):
+        >>> with patched(norm, [Modify("", "eps", lambda eps: 10 * eps)]):
         ...     norm.eps
         0.0001
     """
@@ -100,6 +101,15 @@ class Copy(Patch):
         return attrgetter(self.replacement)(module)
 
 
+# Of heads, where the layer has one for queries and one for keys.
+NO_HEAD_NORMS = (Patch("", "q_norm", None), Patch("", "k_norm", None))
+
+
+def zeros(parameter: torch.Tensor) -> nn.Parameter:
+    """Return a parameter of zeros: what takes it away and leaves its gradient."""
+    return nn.Parameter(torch.zeros_like(parameter))
+
+
 def swapped(first: str, second: str) -> tuple[Patch, Patch]:
     """Return the patches that swap the values at two paths of the module.
 
@@ -119,13 +129,13 @@ def _copied(source: str, path: str) -> Patch:
 def patched(module: torch.nn.Module, patches: Sequence[Patch]) -> Iterator[None]:
     """Apply patches to a module and to `torch_ref`; undo them afterwards, also after an error."""
     values = []
-    for patch in patches:  # all values are taken before the first is replaced
-        target = (
-            module.get_submodule(patch.target) if isinstance(patch.target, str) else patch.target
-        )
-        values.append(
-            (target, patch.attribute, patch.value(getattr(target, patch.attribute), module))
-        )
+    # All values are taken before the first is replaced.
+    for patch in patches:
+        target = patch.target
+        if isinstance(target, str):
+            target = module.get_submodule(target)
+        original = getattr(target, patch.attribute)
+        values.append((target, patch.attribute, patch.value(original, module)))
     with ExitStack() as stack:
         for target, attribute, value in values:
             stack.enter_context(_replaced(target, attribute, value))
@@ -140,7 +150,8 @@ def _replaced(target: object, attribute: str, value: object) -> Iterator[None]:
         return
     # `mock` would delete the attribute first, and with it its place among the parameters.
     original = getattr(target, attribute)
-    plain = attribute in vars(target)  # such as None, in whose place a module is registered
+    # Such as None, in whose place a module is registered.
+    plain = attribute in vars(target)
     setattr(target, attribute, value)
     try:
         yield

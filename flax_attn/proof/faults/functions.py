@@ -12,9 +12,11 @@ from torch_ref import ScoreFunction
 from torch_ref.functional.mask_function import Where
 
 MASK = "multi_head_function_mask"
-SCORE = "multi_head_function_score"  # 4 heads that share 2 key/value heads
+# 4 heads that share 2 key/value heads.
+SCORE = "multi_head_function_score"
 RING = "multi_head_function_window"
-SOFT_CAP = 1.5  # of the row of scores
+# Of the row of scores.
+SOFT_CAP = 1.5
 CACHE = "cache = full"
 
 

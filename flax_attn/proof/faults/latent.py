@@ -8,9 +8,10 @@ from dataclasses import replace
 import torch
 from einops import rearrange
 
-from flax_attn.proof.faults.fault import Change, Patch, Wrap, fault
+from flax_attn.proof.faults.fault import Modify, Patch, Wrap, fault
 from torch_ref import MultiHeadLatentAttention, RoPE
 
+# The rows that are patched.
 DEEPSEEK, MODEL, GPT_OSS = "latent_deepseek", "deepseekv3", "gptoss"
 
 
@@ -18,10 +19,9 @@ def norm_before_split(att, x, positions):
     """Take the mean square of the latent and the rotated part together."""
     both = att.W_latent(x)
     together = both * torch.rsqrt(both.square().mean(dim=-1, keepdim=True) + att.kv_norm.eps)
-    latent, rotated = together[..., : att.kv_lora_rank], both[..., None, att.kv_lora_rank :]
-    return torch.cat(
-        [(latent * att.kv_norm.scale)[..., None, :], att.rope(rotated, positions)], dim=-1
-    )
+    latent = together[..., : att.kv_lora_rank] * att.kv_norm.scale
+    rotated = att.rope(both[..., None, att.kv_lora_rank :], positions)
+    return torch.cat([latent[..., None, :], rotated], dim=-1)
 
 
 def key_unrotated(att, x, positions):
@@ -33,22 +33,35 @@ def key_unrotated(att, x, positions):
 
 def rotated_first(att, x, positions):
     """Rotate the first features of queries."""
-    q = rearrange(
-        att.W_query_up(att.q_norm(att.W_query_down(x))), "... t (n h) -> ... t n h", n=att.num_heads
-    )
+    joined = att.W_query_up(att.q_norm(att.W_query_down(x)))
+    q = rearrange(joined, "... t (n h) -> ... t n h", n=att.num_heads)
     rotated, plain = q[..., : att.qk_rope_head_dim], q[..., att.qk_rope_head_dim :]
     return torch.cat([att.rope(rotated, positions), plain], dim=-1)
 
 
-def split_heads(pattern, value_first=False):
+def keys_first(both, width):
+    """Keys of a width, then values."""
+    return both[..., :width], both[..., width:]
+
+
+def values_first(both, width):
+    """Values, then keys of a width."""
+    return both[..., -width:], both[..., :-width]
+
+
+def with_rotated(keys, rotated):
+    """Keys of all heads with the rotated part that they share."""
+    return torch.cat([keys, rotated.expand(*keys.shape[:-1], -1)], dim=-1)
+
+
+def split_heads(pattern, parts):
     """Return the patch of latent attention that splits its keys and values otherwise."""
 
     def keys_and_values(att, latents):
-        latent, rotated = latents[..., 0, : att.kv_lora_rank], latents[..., att.kv_lora_rank :]
-        both = rearrange(att.W_key_value(latent), pattern, n=att.num_heads)
-        widths = [att.qk_nope_head_dim, both.shape[-1] - att.qk_nope_head_dim]
-        v, k = both.split(widths[::-1], dim=-1) if value_first else both.split(widths, dim=-1)[::-1]
-        return torch.cat([k, rotated.expand(*k.shape[:-1], -1)], dim=-1), v
+        joined = att.W_key_value(latents[..., 0, : att.kv_lora_rank])
+        both = rearrange(joined, pattern, n=att.num_heads)
+        k, v = parts(both, att.qk_nope_head_dim)
+        return with_rotated(k, latents[..., att.kv_lora_rank :]), v
 
     return Patch(MultiHeadLatentAttention, "_keys_and_values", keys_and_values)
 
@@ -67,6 +80,7 @@ def mscale(scores):
     return replace(scores, scale=scores.scale / (1 + 0.04 * math.log(4)))
 
 
+# What is cached, how it is split, and what is rotated.
 ATTENTION = (
     fault("norm_before_the_split", "The latent is normed together with the rotated part.", DEEPSEEK,
           Patch(MultiHeadLatentAttention, "_latents", norm_before_split)),
@@ -85,20 +99,21 @@ ATTENTION = (
           "The scale counts the features that are not rotated alone.", DEEPSEEK,
           Patch("", "head_dim", 3)),
     fault("values_before_keys", "The joint projection is split into values and keys.", DEEPSEEK,
-          split_heads("... s (n h) -> ... s n h", value_first=True)),
+          split_heads("... s (n h) -> ... s n h", values_first)),
     fault("features_before_heads",
           "The joint projection is split into features of heads in turn.", DEEPSEEK,
-          split_heads("... s (h n) -> ... s n h")),
+          split_heads("... s (h n) -> ... s n h", keys_first)),
     fault("absorbed_scale",
           "With a cache, the scale is that of the width of what is cached.", DEEPSEEK,
           Wrap(MultiHeadLatentAttention, "_queries", scaled_by_latent), check="cache = full"),
 )  # fmt: skip
 
+# Scales and sinks that differ from layer to layer.
 MODELS = (
     fault("mscale_once", "The scale is multiplied by mscale once, not by its square.", MODEL,
-          Change("trf_blocks.0.att", "scores", mscale)),
+          Modify("trf_blocks.0.att", "scores", mscale)),
     fault("first_layer_scaled_alone", "The softmax of the second layer has no mscale.", MODEL,
-          Change("trf_blocks.1.att", "scores", lambda scores: replace(scores, scale=None))),
+          Modify("trf_blocks.1.att", "scores", lambda scores: replace(scores, scale=None))),
     fault("gpt_oss_without_sinks", "The attention sinks of a checkpoint are left out.", GPT_OSS,
           Patch("trf_blocks.0.att", "sinks", None)),
     fault("gpt_oss_windows_swapped",

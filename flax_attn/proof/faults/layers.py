@@ -5,17 +5,13 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from flax_attn.proof.faults.fault import Change, Patch, Wrap, fault, swapped
+from flax_attn.proof.faults.fault import Modify, Patch, Wrap, fault, swapped, zeros
 from torch_ref import Embedding, GatedFeedForward, LayerNorm, RMSNorm, TransformerBlock
 from torch_ref.modules import block
 
+# The rows that are patched.
 GPT2 = "block_gpt2"
 GEMMA = "block_gemma2"
-
-
-def zeros(parameter):
-    """A parameter of zeros."""
-    return nn.Parameter(torch.zeros_like(parameter))
 
 
 def layer_norm_patch(deviation):
@@ -28,6 +24,7 @@ def layer_norm_patch(deviation):
     return Patch(LayerNorm, "forward", forward)
 
 
+# The epsilon, the variance, the factor and the shift.
 NORMS = (
     fault("another_epsilon", "The epsilon of a norm is 1e-6, not 1e-5.", GPT2,
           Patch("norm1", "eps", 1e-6)),
@@ -37,12 +34,12 @@ NORMS = (
           layer_norm_patch(lambda x, eps: (x.var(dim=-1, keepdim=True) + eps).sqrt())),
     fault("swapped_scale_and_shift", "The scale and the shift of a norm are swapped.", "layer_norm",
           *swapped("scale", "shift")),
-    fault("no_shift", "The shift of a norm is missing.", "layer_norm", Change("", "shift", zeros)),
+    fault("no_shift", "The shift of a norm is missing.", "layer_norm", Modify("", "shift", zeros)),
     fault("centred_rms_norm", "RMSNorm subtracts the mean.", "rms_norm",
           Wrap(RMSNorm, "forward",
                lambda forward, norm, x: forward(norm, x - x.mean(dim=-1, keepdim=True)))),
     fault("scale_plus_one", "RMSNorm multiplies by 1 + scale, as in Gemma.", "rms_norm",
-          Change("", "scale", lambda scale: nn.Parameter(1 + scale.data))),
+          Modify("", "scale", lambda scale: nn.Parameter(1 + scale.data))),
     fault("no_epsilon", "The epsilon of a norm is missing.", "rms_norm", Patch("", "eps", 0.0)),
 )  # fmt: skip
 
@@ -52,6 +49,7 @@ def gated_patch(hidden):
     return Patch(GatedFeedForward, "forward", lambda layer, x: layer.W_down(hidden(layer, x)))
 
 
+# Activations, and what they are applied to.
 FEED_FORWARD = (
     fault("exact_gelu_for_tanh", "GELU is exact, not the tanh form.", "feed_forward_tanh",
           Patch("layers", "1", nn.GELU())),
@@ -60,7 +58,7 @@ FEED_FORWARD = (
     fault("quick_gelu", "GELU is x * sigmoid(1.702 x).", "feed_forward_exact",
           Patch(nn.GELU, "forward", lambda gelu, x: x * torch.sigmoid(1.702 * x))),
     fault("no_hidden_bias", "The bias of the hidden layer is missing.", "feed_forward_tanh",
-          Change("layers.0", "bias", zeros)),
+          Modify("layers.0", "bias", zeros)),
     fault("gate_and_up_swapped", "The gate and what it multiplies are swapped.", "swiglu",
           *swapped("W_gate", "W_up")),
     fault("gelu_for_silu", "The activation of SwiGLU is GELU, not SiLU.", "swiglu",
@@ -97,6 +95,7 @@ def post_norm_of_the_sum(layer, x, y, norm, post_norm, key):
     return post_norm(x + layer.drop_shortcut(y, dropout_key=key))
 
 
+# The order of norms, sums and dropout.
 BLOCKS = (
     fault("swapped_norms", "The two norms are swapped.", GPT2, *swapped("norm1", "norm2")),
     fault("norm_after_for_norm_before", "The norm comes after the sum, not before the layer.", GPT2,
@@ -120,6 +119,7 @@ BLOCKS = (
           *swapped("norm1", "post_norm1")),
 )  # fmt: skip
 
+# Ids outside the table, and windows by layer.
 MODELS = (
     fault("clamped_ids",
           "Token ids outside the table are clamped, and do not give NaN.", "embedding_outside",

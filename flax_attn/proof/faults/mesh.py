@@ -46,8 +46,9 @@ def _in_each_shard(division: Any, size: int) -> Places:
 
 def _without_maximum(one: Softmax, other: Softmax) -> Softmax:
     total = one.total + other.total
-    mine, theirs = (part.total / jnp.where(total == 0, 1, total) for part in (one, other))
-    output = one.output * mine.swapaxes(1, 2) + other.output * theirs.swapaxes(1, 2)
+    safe = jnp.where(total == 0, 1, total)
+    output = one.output * (one.total / safe).swapaxes(1, 2)
+    output += other.output * (other.total / safe).swapaxes(1, 2)
     return Softmax(output, jnp.maximum(one.top, other.top), total)
 
 
@@ -69,6 +70,7 @@ def _wraps(function: Callable, replacement: Callable) -> Callable:
     return lambda *arguments, **options: replacement(function, *arguments, **options)
 
 
+# What most faults change, beside the output.
 _INPUTS = frozenset({"query", "key", "value"})
 FAULTS = (
     MeshFault("A sink is counted twice.", Softmax, "with_sinks", _wraps(Softmax.with_sinks, _twice),

@@ -7,9 +7,10 @@ from dataclasses import replace
 import torch
 from einops import rearrange
 
-from flax_attn.proof.faults.fault import Change, Patch, Wrap, fault, swapped
+from flax_attn.proof.faults.fault import Modify, Patch, Wrap, fault, swapped
 from torch_ref import ClampedSwiGLU, Experts, Router
 
+# The rows that are patched.
 MIXTRAL, QWEN = "moe_mixtral", "moe_qwen2"
 GPT_OSS, DEEPSEEK = "moe_gpt_oss", "moe_deepseek_v3"
 
@@ -53,6 +54,7 @@ def clamped(gate, up):
         replace(act, limit=1e9), gate(g, act.limit), up(u, act.limit)))  # fmt: skip
 
 
+# Which experts are chosen, and with which weights.
 ROUTER = (
     fault("router_not_renormalised",
           "The weights of the chosen experts are not divided by their sum.", MIXTRAL,
@@ -67,7 +69,7 @@ ROUTER = (
     fault("bias_in_the_weights", "The bias for the selection is in the weights too.", DEEPSEEK,
           Wrap(Router, "forward", weights_with_bias)),
     fault("no_selection_bias", "The experts are chosen without the bias.", DEEPSEEK,
-          Change("router", "selection_bias", torch.zeros_like)),
+          Modify("router", "selection_bias", torch.zeros_like)),
     fault("groups_by_the_best",
           "A group is chosen by its best expert, not by its best two.", DEEPSEEK,
           groups_by(lambda grouped: grouped.amax(dim=-1))),
@@ -76,9 +78,10 @@ ROUTER = (
     fault("routed_scale_missing", "The factor of the routed experts is 1.", DEEPSEEK,
           Patch("router", "scale", 1.0)),
     fault("one_expert_too_few", "One expert fewer is chosen.", MIXTRAL,
-          Change("router", "top_k", lambda k: k - 1)),
+          Modify("router", "top_k", lambda k: k - 1)),
 )  # fmt: skip
 
+# What the experts compute, and what all tokens share.
 EXPERTS = (
     fault("experts_shifted", "Every token is given to the experts after its own.", MIXTRAL,
           Wrap(Experts, "forward", shifted_by_one)),
@@ -98,7 +101,7 @@ EXPERTS = (
           clamped(lambda g, limit: g.clamp(max=limit),
                   lambda u, limit: u.clamp(-limit, limit) - 1)),
     fault("plain_silu_in_the_gate", "The sigmoid of the gate has the slope 1, not 1.702.", GPT_OSS,
-          Change("experts", "activation", lambda act: replace(act, alpha=1.0))),
+          Modify("experts", "activation", lambda act: replace(act, alpha=1.0))),
 )  # fmt: skip
 
 FAULTS = (*ROUTER, *EXPERTS)

@@ -8,20 +8,26 @@ import torch
 from einops import rearrange
 from torch import nn
 
-from flax_attn.proof.faults.fault import Change, Copy, Patch, Wrap, fault, patched, swapped
+from flax_attn.proof.faults.fault import (
+    NO_HEAD_NORMS,
+    Copy,
+    Modify,
+    Patch,
+    Wrap,
+    fault,
+    patched,
+    swapped,
+    zeros,
+)
 from torch_ref import MultiHeadAttention, RMSNorm, RoPE, Scores
 from torch_ref.functional import reference, relative
 from torch_ref.modules import head_attention, multi_head
 
+# The rows that are patched.
 CAUSAL = "multi_head_causal"
 SQUARE = "multi_head_square"
 GROUPED = "multi_head_gqa"
 QWEN2 = "block_qwen2"
-
-
-def zeros(parameter):
-    """A parameter of zeros."""
-    return nn.Parameter(torch.zeros_like(parameter))
 
 
 def heads_joined(join):
@@ -45,14 +51,15 @@ def reversed_heads(parameter):
     return nn.Parameter(parameter.data.unflatten(0, (2, -1)).flip(0).flatten(0, 1))
 
 
+# Biases, kernels, and how heads are split, shared and joined.
 PROJECTIONS = (
     fault("no_output_bias", "The bias of the output projection is missing.", CAUSAL,
-          Change("out_proj", "bias", zeros)),
+          Modify("out_proj", "bias", zeros)),
     fault("no_value_bias", "The bias of the values is missing.", SQUARE,
-          Change("W_value", "bias", zeros)),
+          Modify("W_value", "bias", zeros)),
     fault("no_input_biases",
           "Queries, keys and values have no bias, as in Llama and unlike Qwen2.", QWEN2,
-          *(Change(f"att.{layer}", "bias", zeros) for layer in ("W_query", "W_key", "W_value"))),
+          *(Modify(f"att.{layer}", "bias", zeros) for layer in ("W_query", "W_key", "W_value"))),
     fault("bias_of_the_output",
           "The output has a bias too, as Llama's with attention_bias and unlike Qwen2's.", QWEN2,
           Patch("att.out_proj", "bias", nn.Parameter(torch.linspace(-1, 1, 6)))),
@@ -65,7 +72,7 @@ PROJECTIONS = (
     fault("tied_projections", "Queries and keys share one projection.", SQUARE,
           Copy("", "W_key", "W_query")),
     fault("transposed_kernel", "A square kernel is transposed.", SQUARE,
-          Change("W_value", "weight", lambda weight: nn.Parameter(weight.data.T.contiguous()))),
+          Modify("W_value", "weight", lambda weight: nn.Parameter(weight.data.T.contiguous()))),
     fault("reversed_heads", "The heads are joined in reverse order.", CAUSAL,
           heads_joined(lambda heads: heads.flip(-2).flatten(-2))),
     fault("heads_side_by_side", "The heads are joined feature by feature.", CAUSAL,
@@ -76,12 +83,9 @@ PROJECTIONS = (
           Wrap(reference, "rearrange", lambda rearrange, x, pattern, **axes: rearrange(
               x, pattern.replace("(k g)", "(g k)"), **axes))),
     fault("reversed_key_value_heads", "Key/value heads are in reverse order.", GROUPED,
-          *(Change(layer, name, reversed_heads)
+          *(Modify(layer, name, reversed_heads)
             for layer in ("W_key", "W_value") for name in ("weight", "bias"))),
 )  # fmt: skip
-
-
-NO_HEAD_NORMS = (Patch("", "q_norm", None), Patch("", "k_norm", None))
 
 
 def norms_after_rope(project, module, *inputs):
@@ -96,6 +100,7 @@ def norm_over_heads(norm, x):
     return x * (x.square().mean(dim=(-2, -1), keepdim=True) + norm.eps).rsqrt() * norm.scale
 
 
+# Norms of queries and keys.
 HEAD_NORMS = (
     fault("no_head_norm", "The norm of queries and keys is missing.", "multi_head_qk_norm",
           *NO_HEAD_NORMS),
@@ -116,13 +121,16 @@ HEAD_NORMS = (
           Patch("", "scores", Scores(scale=2**-0.5))),
 )  # fmt: skip
 
-ROPE = "multi_head_rope"  # 2 query heads and 1 key/value head of width 4
+# 2 query heads and 1 key/value head of width 4.
+ROPE = "multi_head_rope"
 YARN = "multi_head_rope_yarn_packed"
 
 
 def one_too_far(rotate, rope, x, where):
     """Rotate queries that follow cached tokens by one position too many."""
-    return rotate(rope, x, where + (where > 0) if x.shape[-2] == 2 and where.min() > 0 else where)
+    # Of this row, only queries have two heads.
+    queries = x.shape[-2] == 2
+    return rotate(rope, x, where + 1 if queries and where.min() > 0 else where)
 
 
 def float32_angles(cos_sin, rope, width, positions, dtype):
@@ -130,6 +138,7 @@ def float32_angles(cos_sin, rope, width, positions, dtype):
     return [part.to(dtype) for part in cos_sin(rope, width, positions, torch.float32)]
 
 
+# RoPE, ALiBi and the relative positions of T5.
 POSITIONS = (
     fault("rope_base", "RoPE has the base 500000, not 10000.", ROPE,
           Patch("", "rope", RoPE(500_000.0))),
@@ -157,9 +166,9 @@ POSITIONS = (
     fault("rope_one_step_too_far", "With a cache, RoPE rotates queries one step too far.", ROPE,
           Wrap(RoPE, "__call__", one_too_far), check="cache = full"),
     fault("no_rope_scaling", "The scaling of RoPE is missing.", YARN,
-          Change("", "rope", lambda rope: replace(rope, scaling=None))),
+          Modify("", "rope", lambda rope: replace(rope, scaling=None))),
     fault("no_yarn_temperature", "YaRN's factor on what is rotated is missing.", YARN,
-          Change("", "rope",
+          Modify("", "rope",
                  lambda rope: replace(rope, scaling=replace(rope.scaling, attention_factor=1.0)))),
     fault("reversed_alibi_slopes", "ALiBi's slopes are in reverse order.", "multi_head_alibi",
           Wrap(relative, "alibi_slopes", lambda slopes, num_heads: slopes(num_heads)[::-1].copy())),

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
 from torch.nn import functional
 
-from flax_attn.proof.faults.fault import Change, Patch, Wrap, fault, swapped
+from flax_attn.proof.faults.fault import Modify, Patch, Wrap, fault, swapped, zeros
 from torch_ref.functional.delta_rule import Recurrence
 from torch_ref.functional.short_convolution import Convolved
 from torch_ref.modules import delta_attention, short_convolution
@@ -16,6 +15,7 @@ from torch_ref.modules.gated_delta_net import GatedDeltaNet
 from torch_ref.modules.kimi_delta_attention import KimiDeltaAttention
 
 CHECK = "cache = full"
+# The rows that are patched.
 GDN, PACKED, RAGGED = "gated_delta_net", "gated_delta_net_packed", "gated_delta_net_ragged"
 KDA, NEXT = "kimi_delta_attention", "qwen3next"
 
@@ -32,16 +32,24 @@ def convolution_patch(replacement):
 
 def decayed_after(rule, query, key, value, decay, beta, **options):
     """The delta rule that reads, replaces, and then decays."""
-    now, outputs = torch.zeros_like(value[:, 0, ..., None] * key[:, 0, :1, None]), []
     groups = value.shape[2] // key.shape[2]
-    query, key = (x.repeat_interleave(groups, dim=2) for x in (query, key))
-    for i in range(value.shape[1]):
-        new = beta[:, i, :, None] * (value[:, i] - torch.einsum("bnvh,bnh->bnv", now, key[:, i]))
-        now = (now + torch.einsum("bnv,bnh->bnvh", new, key[:, i])) * decay[
-            :, i, :, None, None
-        ].exp()
-        outputs.append(torch.einsum("bnvh,bnh->bnv", now, query[:, i]) * query.shape[-1] ** -0.5)
-    return Recurrence(torch.stack(outputs, dim=1), now)
+    query = query.repeat_interleave(groups, dim=2)
+    key = key.repeat_interleave(groups, dim=2)
+    now = value.new_zeros(*value[:, 0].shape, key.shape[-1])
+    tokens = [x.unbind(dim=1) for x in (query, key, value, decay, beta)]
+    outputs = []
+    for q, k, v, rate, share in zip(*tokens, strict=True):
+        new = share[..., None] * (v - read(now, k))
+        now = now + torch.einsum("bnv,bnh->bnvh", new, k)
+        now = now * rate[..., None, None].exp()
+        outputs.append(read(now, q))
+    output = torch.stack(outputs, dim=1) * query.shape[-1] ** -0.5
+    return Recurrence(output, now)
+
+
+def read(state, by):
+    """Read a state `(b, n, v, h)` by a key or a query `(b, n, h)`."""
+    return torch.einsum("bnvh,bnh->bnv", state, by)
 
 
 def other_groups(rule, query, key, value, *others, **options):
@@ -66,11 +74,7 @@ def old_state(convolve, x, kernel, state=None, **options):
     return found if state is None else Convolved(found.output, state)
 
 
-def zeros(parameter):
-    """A parameter of zeros."""
-    return nn.Parameter(torch.zeros_like(parameter))
-
-
+# The delta rule: what is removed, added, read and handed on.
 RULE = (
     fault("no_decay", "The delta rule has no decay.", GDN,
           rule_patch(lambda rule, q, k, v, decay, *beta, **options: rule(
@@ -103,6 +107,7 @@ RULE = (
           rule_patch(without("lengths")), check=CHECK),
 )  # fmt: skip
 
+# The short convolution before it.
 CONVOLUTION = (
     fault("convolution_sees_the_future", "The convolution sees one token ahead.", GDN,
           convolution_patch(lambda convolve, x, *others, **options: convolve(
@@ -123,11 +128,12 @@ CONVOLUTION = (
           convolution_patch(without("lengths")), check=CHECK),
 )  # fmt: skip
 
+# The decay and the gate.
 PARTS = (
     fault("rate_without_exp", "A_log is taken for the rate itself.", GDN,
           Wrap(DecayRate, "forward", lambda forward, rate, x: forward(rate, x) * (
               rate.A_log / rate.A_log.exp())[:, None])),
-    fault("no_dt_bias", "The decay has no bias.", GDN, Change("rate", "dt_bias", zeros)),
+    fault("no_dt_bias", "The decay has no bias.", GDN, Modify("rate", "dt_bias", zeros)),
     fault("gate_before_the_norm", "The gate comes before the norm.", GDN,
           Patch(DeltaAttention, "_gated",
                 lambda layer, heads, x: layer.norm(heads * layer.gate(x)))),

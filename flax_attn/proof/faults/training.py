@@ -23,9 +23,9 @@ def recipe_patch(**changes):
 
 def without_decay_of_biases(torch, recipe, parameters):
     """The optimizer of a recipe, with weight decay of matrices alone."""
-    vectors, matrices = [], []
-    for parameter in parameters:
-        (vectors if parameter.ndim < 2 else matrices).append(parameter)
+    parameters = list(parameters)
+    vectors = [parameter for parameter in parameters if parameter.ndim < 2]
+    matrices = [parameter for parameter in parameters if parameter.ndim >= 2]
     return torch(recipe, [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}])
 
 
@@ -36,18 +36,17 @@ class Uncorrected(torch.optim.AdamW):
     def step(self, closure=None):
         """Take one step."""
         for group in self.param_groups:
-            rate, (slow, slower) = group["lr"], group["betas"]
+            rate = group["lr"]
+            slow, slower = group["betas"]
             for parameter in group["params"]:
-                state, gradient = self.state[parameter], parameter.grad
-                mean = state.setdefault("mean", torch.zeros_like(gradient)).lerp_(
-                    gradient, 1 - slow
-                )
-                square = state.setdefault("square", torch.zeros_like(gradient)).lerp_(
-                    gradient.square(), 1 - slower
-                )
-                parameter.mul_(1 - rate * group["weight_decay"]).sub_(
-                    rate * mean / (square.sqrt() + group["eps"])
-                )
+                state = self.state[parameter]
+                gradient = parameter.grad
+                mean = state.setdefault("mean", torch.zeros_like(gradient))
+                square = state.setdefault("square", torch.zeros_like(gradient))
+                mean.lerp_(gradient, 1 - slow)
+                square.lerp_(gradient.square(), 1 - slower)
+                parameter.mul_(1 - rate * group["weight_decay"])
+                parameter.sub_(rate * mean / (square.sqrt() + group["eps"]))
 
 
 FAULTS = (

@@ -5,37 +5,43 @@ from functools import partial
 from math import lcm
 from typing import Any
 
-from flax_attn.proof.variant import Sizes, Variant
+from flax_attn.proof.variant import TableSizes, Variant
 
-_Widths = tuple[int, int, int, int, int]  # d_model, d_hidden, heads, layers and key/value heads
+# d_model, d_hidden, heads, layers and key/value heads.
+_Widths = tuple[int, int, int, int, int]
 
 
 def _model(
-    sizes: Sizes, module: str, config: Callable[[Any], Any], dropout: bool = False
+    sizes: TableSizes, module: str, config: Callable[[Any], Any], dropout: bool = False
 ) -> Variant:
     def make(p: Any) -> Any:
         return getattr(p, module)(config(p))
 
-    inputs, words = ((sizes.b, sizes.t),), _lengths(sizes)["vocab_size"]
     return Variant(
-        module.lower(), module, make, inputs, vocab_size=words, chunks=sizes.chunks, dropout=dropout
+        module.lower(),
+        module,
+        make,
+        ((sizes.b, sizes.t),),
+        vocab_size=_lengths(sizes)["vocab_size"],
+        chunks=sizes.chunks,
+        dropout=dropout,
     )
 
 
-def _widths(sizes: Sizes) -> _Widths:
+def _widths(sizes: TableSizes) -> _Widths:
     times = sizes.times(4)
     return 8 * times, 12 * sizes.times(12), 4 * times, 2, 2
 
 
-def _lengths(sizes: Sizes) -> dict[str, Any]:
+def _lengths(sizes: TableSizes) -> dict[str, Any]:
     return {"context_length": 9, "vocab_size": 11 * sizes.times(11)}
 
 
-def _experts(sizes: Sizes) -> dict[str, Any]:
+def _experts(sizes: TableSizes) -> dict[str, Any]:
     return {"num_experts": max(4, sizes.experts), "top_k": 2, "d_expert": 5 * sizes.times(5)}
 
 
-def _deepseek(sizes: Sizes, p: Any) -> Any:
+def _deepseek(sizes: TableSizes, p: Any) -> Any:
     *widths, layers, _ = _widths(sizes)
     return p.DeepseekV3Config(
         *widths,
@@ -56,7 +62,7 @@ def _deepseek(sizes: Sizes, p: Any) -> Any:
     )
 
 
-def _next(sizes: Sizes, p: Any) -> Any:
+def _next(sizes: TableSizes, p: Any) -> Any:
     times = sizes.times(2)
     linear = {
         "linear_heads": 4 * times,
@@ -75,12 +81,14 @@ def _next(sizes: Sizes, p: Any) -> Any:
     )
 
 
-def rows(sizes: Sizes) -> tuple[Variant, ...]:
+def rows(sizes: TableSizes) -> tuple[Variant, ...]:
     """Return the rows."""
     widths, lengths, experts = _widths(sizes), _lengths(sizes), _experts(sizes)
     turns: dict[str, Any] = {**lengths, "head_dim": 6, "window": 3, "full_layers": (1,)}
+    # GPT-2 has as many key/value heads as heads.
     gpt2 = lcm(6, sizes.heads), sizes.heads, 2
     return (
+        # Plain decoders, and those with a window in some layers.
         _model(sizes, "GPT2", lambda p: p.GPT2Config(*gpt2, **lengths, dropout=0.3), dropout=True),
         _model(sizes, "Llama", lambda p: p.LlamaConfig(*widths, **lengths)),
         _model(
@@ -92,6 +100,7 @@ def rows(sizes: Sizes) -> tuple[Variant, ...]:
             "Phi3",
             lambda p: p.Phi3Config(*widths, **lengths, head_dim=6, rope=p.RoPE(50.0, width=4)),
         ),
+        # Decoders with other norms, caps and scales.
         _model(sizes, "Gemma", lambda p: p.GemmaConfig(*widths, **lengths, head_dim=6)),
         _model(
             sizes,
@@ -116,6 +125,7 @@ def rows(sizes: Sizes) -> tuple[Variant, ...]:
         _model(
             sizes, "SmolLM3", lambda p: p.SmolLM3Config(*widths, **turns, unrotated_layers=(0,))
         ),
+        # Mixtures of experts, recurrent layers and latent attention.
         _model(
             sizes,
             "Mixtral",

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from flax_attn.proof.variant import Shape, Sizes, Variant
+from flax_attn.proof.variant import Shape, TableSizes, Variant
 
 
 def _encoder(
@@ -28,7 +28,7 @@ def _encoder(
     )
 
 
-def rows(sizes: Sizes) -> tuple[Variant, ...]:
+def rows(sizes: TableSizes) -> tuple[Variant, ...]:
     """Return the rows."""
     t, times, hidden = sizes.t, sizes.times(2), 10 * sizes.times(10)
     heads, words = 2 * times, 11 * sizes.times(11)
@@ -37,10 +37,13 @@ def rows(sizes: Sizes) -> tuple[Variant, ...]:
         "num_heads": heads,
         "num_layers": 2,
         "d_hidden": hidden,
+        "channels": 2,
+        "dropout": 0.3,
     }
-    images |= {"channels": 2, "dropout": 0.3}
-    rows = 2 if t % 2 else 1  # of patches, beside a class token
+    # The rows of patches, which stand beside a class token.
+    rows = 2 if t % 2 else 1
     return (
+        # Text.
         _encoder(
             "BertMaskedLM",
             lambda p: p.BertConfig(
@@ -57,6 +60,7 @@ def rows(sizes: Sizes) -> tuple[Variant, ...]:
             vocab_size=words,
             call=lambda p: {"token_types": np.arange(t) % 3},
         ),
+        # Images.
         _encoder(
             "ViT",
             lambda p: p.ViTConfig(
@@ -64,8 +68,9 @@ def rows(sizes: Sizes) -> tuple[Variant, ...]:
             ),
             (sizes.b, 2, 3 * rows, 2 * (t - 1) // rows),
         ),
+        # Of images of another size than those of the positions.
         _encoder(
-            "DINOv2Classifier",  # of images of another size than those of the positions
+            "DINOv2Classifier",
             lambda p: p.DINOv2Config(**images, image_size=(4, 4), patch_size=(2, 2), swiglu=True),
             (sizes.b, 2, 2, 2 * t - 2),
             call=lambda p: {"masked": np.arange(t - 1) % 3 == 0},
@@ -84,6 +89,7 @@ def rows(sizes: Sizes) -> tuple[Variant, ...]:
             (sizes.b, t),
             vocab_size=words,
         ),
+        # Encoder-decoders: two inputs, of different lengths.
         _encoder(
             "T5",
             lambda p: p.T5Config(

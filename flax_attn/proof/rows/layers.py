@@ -4,13 +4,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from flax_attn.proof.rows.row import OPEN, divided, head_norms, layer, rms_norm
-from flax_attn.proof.variant import Sizes, Variant
+from flax_attn.proof.variant import TableSizes, Variant
 
 _LLAMA: dict[str, Any] = {"out_bias": False, "num_kv_heads": 1, "head_dim": 4, "rope": True}
 
 
 def _block(
-    sizes: Sizes,
+    sizes: TableSizes,
     name: str,
     ff: Callable[[Any], Any],
     norm: Callable[[Any], Any] | None,
@@ -54,7 +54,7 @@ def _block(
 
 
 def _mixture(
-    sizes: Sizes,
+    sizes: TableSizes,
     name: str,
     router: Mapping[str, Any],
     activation: Callable[[Any], Any] = lambda p: "silu",
@@ -68,12 +68,10 @@ def _mixture(
     """
 
     def make(p: Any) -> Any:
-        parts = (
-            p.Router(4, 8, 3, **router),
-            p.Experts(8, 4, 6 * sizes.times(6), activation(p), **experts),
-        )
+        chosen = p.Router(4, 8, 3, **router)
+        routed = p.Experts(8, 4, 6 * sizes.times(6), activation(p), **experts)
         own = p.GatedFeedForward(4, 10 * sizes.times(10)) if shared else None
-        return p.MixtureOfExperts(*parts, own, p.Linear(4, 1, False) if gate else None)
+        return p.MixtureOfExperts(chosen, routed, own, p.Linear(4, 1, False) if gate else None)
 
     return Variant(f"moe_{name}", "MixtureOfExperts", make, ((sizes.b, sizes.t, 4),))
 
@@ -82,25 +80,27 @@ def _layer_norm(p: Any) -> Any:
     return p.LayerNorm(6)
 
 
-def _swiglu(sizes: Sizes) -> Callable[[Any], Any]:
+def _swiglu(sizes: TableSizes) -> Callable[[Any], Any]:
     return lambda p: p.GatedFeedForward(6, 10 * sizes.times(10))
 
 
-def _feed_forward(sizes: Sizes, activation: str) -> Callable[[Any], Any]:
+def _feed_forward(sizes: TableSizes, activation: str) -> Callable[[Any], Any]:
     return lambda p: p.FeedForward(6, 10 * sizes.times(10), activation)
 
 
-def _mixtral(sizes: Sizes) -> Callable[[Any], Any]:
+def _mixtral(sizes: TableSizes) -> Callable[[Any], Any]:
     experts = max(4, sizes.experts)
     return lambda p: p.MixtureOfExperts(
         p.Router(6, experts, 2), p.Experts(experts, 6, 5 * sizes.times(5))
     )
 
 
-def rows(sizes: Sizes) -> tuple[Variant, ...]:
+def rows(sizes: TableSizes) -> tuple[Variant, ...]:
     """Return the rows."""
-    t, hidden, words = sizes.t, 7 * sizes.times(7), 7 * sizes.times(7)
+    t = sizes.t
+    hidden = words = 7 * sizes.times(7)
     return (
+        # Blocks in the order of norms of GPT-2, BERT and Gemma 2.
         _block(sizes, "gpt2", _feed_forward(sizes, "gelu_tanh"), _layer_norm, qkv_bias=True),
         _block(sizes, "llama_norms", _feed_forward(sizes, "gelu_exact"), rms_norm, num_kv_heads=1),
         _block(
@@ -114,6 +114,7 @@ def rows(sizes: Sizes) -> tuple[Variant, ...]:
         _block(sizes, "post_rms", _feed_forward(sizes, "gelu_tanh"), rms_norm, norm_first=False),
         _block(sizes, "gemma2", _feed_forward(sizes, "gelu_tanh"), rms_norm, post_norm=rms_norm),
         _block(sizes, "olmo2", _swiglu(sizes), None, post_norm=rms_norm, out_bias=False),
+        # Blocks of Llama and of the families that follow it.
         _block(sizes, "llama", _swiglu(sizes), rms_norm, **_LLAMA),
         _block(sizes, "qwen2", _swiglu(sizes), rms_norm, **_LLAMA, qkv_bias=True),
         _block(
@@ -126,13 +127,16 @@ def rows(sizes: Sizes) -> tuple[Variant, ...]:
             window=2,
             capacity=3,
         ),
+        # Norms.
         layer(sizes, "layer_norm", "LayerNorm", d_model=4, eps=1e-3),
         layer(sizes, "rms_norm", "RMSNorm", d_model=4, eps=1e-3),
         layer(sizes, "rms_norm_zero_centred", "RMSNorm", d_model=4, eps=1e-3, zero_centred=True),
+        # Feed-forward layers.
         layer(sizes, "feed_forward_tanh", "FeedForward", d_model=4, d_hidden=hidden),
         layer(sizes, "feed_forward_exact", "FeedForward", d_model=4, activation="gelu_exact"),
         layer(sizes, "swiglu", "GatedFeedForward", d_model=4, d_hidden=hidden),
         layer(sizes, "geglu", "GatedFeedForward", d_model=4, activation="gelu_tanh", bias=True),
+        # Mixtures of experts.
         _mixture(sizes, "mixtral", {}),
         _mixture(sizes, "dense", {}, form="dense"),
         _mixture(sizes, "qwen2", {"renormalize": False}, shared=True, gate=True),
@@ -150,6 +154,7 @@ def rows(sizes: Sizes) -> tuple[Variant, ...]:
             shared=True,
         ),
         _block(sizes, "mixtral", _mixtral(sizes), rms_norm),
+        # Tables of embeddings.
         Variant(
             "embedding",
             "Embedding",
@@ -157,11 +162,12 @@ def rows(sizes: Sizes) -> tuple[Variant, ...]:
             ((sizes.b, t),),
             vocab_size=words,
         ),
+        # The last two ids are outside the table, and give NaN.
         Variant(
             "embedding_outside",
             "Embedding",
             lambda p: p.Embedding(words, 4),
             ((sizes.b, t),),
             vocab_size=words + 2,
-        ),  # the last two ids: NaN
+        ),
     )

@@ -1,0 +1,104 @@
+"""The checks in float32, bfloat16 and float16: the rule is PyTorch's own error in the dtype."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from functools import partial
+
+import ml_dtypes
+import numpy as np
+
+from flax_attn.parity import tolerance
+from flax_attn.parity.adapters.adapter import (
+    AdapterError,
+    Arrays,
+    NothingCompared,
+    NotRun,
+    Result,
+    RunSpec,
+    is_floating,
+)
+from flax_attn.parity.check import NOTHING, Check, any_finite, worst_of
+from flax_attn.parity.pair import Pair
+from flax_attn.parity.stress import draws
+
+
+def lower_dtype(dtype: str, pair: Pair) -> Check:
+    """Outputs and gradients in a lower dtype, against PyTorch's own error in it."""
+    spec = pair.lower[dtype]
+    try:
+        theirs = draws(pair, "torch", spec)
+    except AdapterError as error:
+        raise NotRun(f"the rule is PyTorch's own error, and {error}") from None
+    ours = _in_lower_dtype(pair, spec)
+    reference = _measurable(pair)
+    measured = _finite(reference.outputs, _outputs(theirs))
+    measured |= _finite(reference.gradients, _gradients(theirs))
+    if not any_finite(reference.arrays):
+        raise NothingCompared(NOTHING)
+    if not any_finite(measured):
+        raise NotRun(
+            f"the rule is PyTorch's own error, and nothing that it returns in {dtype} is finite"
+        )
+    errors = _errors(dtype, ours, theirs, reference)
+    # Rounding alone may break the rule in one draw; NaN breaks it too.
+    if not max(errors.values(), default=0.0) <= 1:
+        several = draws(pair, "flax", spec)
+        errors = tolerance.median([_errors(dtype, draw, theirs, reference) for draw in several])
+    first = theirs[0]
+    differ = set(ours.dtypes.values()) != set(first.dtypes.values())
+    note = f"outputs are {ours.dtypes} in flax and {first.dtypes} in torch" if differ else ""
+    arrays = {"flax": ours.arrays, "torch": first.arrays, "reference": measured}
+    return worst_of(dtype, errors, 1.0, note, **arrays)
+
+
+def _measurable(pair: Pair) -> Result:
+    """Return the floating outputs in float64, and the gradients that are more than rounding."""
+    reference = pair.reference
+    outputs = {name: output for name, output in reference.outputs.items() if is_floating(output)}
+    shared = pair.shared(reference.gradients)
+    return Result(outputs, {name: g for name, g in shared.items() if name not in pair.null})
+
+
+def _errors(dtype: str, ours: Result, theirs: Sequence[Result], reference: Result) -> dict:
+    judge = partial(tolerance.lower_dtype, eps=float(ml_dtypes.finfo(dtype).eps))
+    outputs, gradients = _outputs(theirs), _gradients(theirs)
+    errors = judge(ours.outputs, outputs, reference.outputs, tolerance.LOW_FORWARD)
+    backward = judge(ours.gradients, gradients, reference.gradients, tolerance.LOW_GRADIENT)
+    return errors | backward
+
+
+def _outputs(draws: Sequence[Result]) -> list[Arrays]:
+    return [draw.outputs for draw in draws]
+
+
+def _gradients(draws: Sequence[Result]) -> list[Arrays]:
+    return [draw.gradients for draw in draws]
+
+
+def _finite(reference: Arrays, theirs: Sequence[Arrays]) -> Arrays:
+    """Return the reference, NaN where PyTorch overflows in the lower dtype."""
+    asked = tolerance.finite_in_all(theirs, reference)
+    return {name: np.where(asked[name], array, np.nan) for name, array in reference.items()}
+
+
+def _in_lower_dtype(pair: Pair, spec: RunSpec) -> Result:
+    on_cpu = getattr(pair.flax, "device", None) is None
+    try:
+        return pair.run("flax", spec)
+    except AdapterError as error:
+        if spec.dtype == "float16" and on_cpu and _MISSING_PRODUCT.search(str(error.__cause__)):
+            raise NotRun(
+                f"XLA has no such float16 product on a CPU: {error}. Pass device= to use a GPU"
+                " or TPU"
+            ) from None
+        raise
+
+
+# Of JAX, which checks some products before it compiles, and of XLA.
+_MISSING_PRODUCT = re.compile(
+    r"^The precision 'F16\w*' is not supported by dot_general on CPU|^UNIMPLEMENTED:"
+    r" (?=.*dot)(?=.*(?<!b)f16)",
+    re.IGNORECASE,
+)
