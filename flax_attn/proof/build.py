@@ -6,7 +6,6 @@ from types import ModuleType
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -113,8 +112,9 @@ def drawn(make: Callable[[], nnx.Module], seed: int = 0) -> nnx.Module:
                 jax.random.split(key, leaf.shape) if leaf.shape else key
             )  # many where layers are stacked
         elif isinstance(leaf, nnx.RngCount):
-            leaf.set_value(jnp.zeros(leaf.shape, jnp.uint32))
+            leaf.set_value(jax.device_put(np.zeros(leaf.shape, np.uint32)))
         else:
-            leaf.set_value(jnp.asarray(draw.normal(0, 0.4, leaf.shape), leaf.dtype))
+            values = draw.normal(0, 0.4, leaf.shape).astype(leaf.dtype)
+            leaf.set_value(jax.device_put(values))
     nnx.update(module, state)
     return module

@@ -262,12 +262,13 @@ def _compiler_options() -> dict[str, Any]:
 
 
 def _cast(arrays: Mapping[str, Any], dtype: str) -> dict[str, jax.Array]:
-    # In NumPy, which casts without compiling a program for each shape.
-    found = {name: np.asarray(a) for name, a in arrays.items()}
-    return {
-        name: jnp.asarray(a.astype(jnp.dtype(dtype)) if is_floating(a) else a)
-        for name, a in found.items()
-    }
+    # NumPy casts, and device_put takes what it made, without compiling a program for each shape.
+    found = {}
+    for name, given in arrays.items():
+        array = np.asarray(given)
+        cast = array.astype(jnp.dtype(dtype) if is_floating(array) else array.dtype)
+        found[name] = jax.device_put(cast)
+    return found
 
 
 def _round_stochastically(params: Mapping[str, Any], inputs: Arrays, spec: RunSpec) -> list[Arrays]:
@@ -296,4 +297,6 @@ def _is_floating(array: Any) -> bool:
 
 def _extras(extras: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
     kinds = {"dropout_key": np.uint32}
-    return {name: jnp.asarray(np.asarray(value, kinds.get(name))) for name, value in extras.items()}
+    return {
+        name: jax.device_put(np.array(value, kinds.get(name))) for name, value in extras.items()
+    }
