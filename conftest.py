@@ -4,11 +4,30 @@ import gc
 import os
 import signal
 import sys
+import threading
 from pathlib import Path
 
 import jax
 import jaxtyping
 import pytest
+from jax._src.interpreters import mlir
+
+PROGRAMS = 100  # that share a context, which keeps their names and constants
+
+
+def _reused(make):
+    """Return a function that calls `make` once for some calls of each thread."""
+    thread = threading.local()
+
+    def reuse():
+        left = getattr(thread, "left", 0)
+        if not left:
+            thread.made = make()
+        thread.left = (left or PROGRAMS) - 1
+        return thread.made
+
+    return reuse
+
 
 sys.path.append(str(Path(__file__).parent))  # `tools`, `field` and `tests` are not installed
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -20,6 +39,9 @@ if jax.__version_info__ < (0, 11):
     # one does not know the first flag, and compiles no sooner for the second.
     flags = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}"
+    # This JAX makes a context of MLIR for each program, which takes a third of the time of one
+    # operation. A newer one makes a context for several, as here.
+    mlir.make_ir_context = _reused(mlir.make_ir_context)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell has background jobs ignore interrupts, and the commands that the tests interrupt would
     # inherit that.

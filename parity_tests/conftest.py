@@ -72,7 +72,7 @@ class Side:
         values = np.asarray(values)
         dtype = values.dtype.name if dtype is None else dtype
         if self.is_flax:
-            return jnp.asarray(values, dtype)
+            return jax.device_put(values.astype(jnp.dtype(dtype)))
         return torch.tensor(values, dtype=getattr(torch, dtype))
 
     def key(self, first=3, second=14):

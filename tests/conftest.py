@@ -69,7 +69,8 @@ class Variant:
         return drawn(lambda: self.create(seed, **arguments), seed)
 
     def inputs(self, dtype: Any = jnp.float32) -> list[jax.Array]:
-        return [jnp.asarray(x, dtype) for x in self.row.draw(np.random.default_rng(7)).values()]
+        drawn = self.row.draw(np.random.default_rng(7)).values()
+        return [jax.device_put(x.astype(jnp.dtype(dtype))) for x in drawn]
 
 
 ROWS = (  # one of each class, and of each way that classes differ under a transform

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 from flax import nnx
 
@@ -63,6 +63,7 @@ def load_state_dict(
 
     Example:
         >>> from flax_attn import Linear
+        >>> import jax.numpy as jnp
         >>> layer = Linear(3, 2, rngs=nnx.Rngs(0))
         >>> load_state_dict(layer, {"weight": np.ones((2, 3)), "bias": np.zeros(2)})
         >>> layer(jnp.ones(3))
@@ -71,11 +72,12 @@ def load_state_dict(
     axes = axes_of(module, layout)
     own = tensors(module)
     ours = from_layout(weights, layout, own, axes=axes, prefix=prefix, what=type(module).__name__)
+    # All are made before any is written, and as copies: JAX may share the memory of an array.
+    # NumPy casts without compiling a program for each shape, and JAX takes what it made as it is.
     new = []
-    # All are made before any is written, and as copies: asarray may share memory.
     for variable, arrays in whole(own, ours):
-        array = np.reshape(arrays, variable.shape)
-        new.append((variable, jnp.array(array, dtype=variable.dtype)))
+        array = np.array(np.reshape(arrays, variable.shape), variable.dtype)
+        new.append((variable, jax.device_put(array)))
     for variable, array in new:
         variable[...] = array
 

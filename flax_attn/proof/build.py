@@ -5,7 +5,6 @@ from types import ModuleType
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -111,10 +110,10 @@ def drawn(make: Callable[[], nnx.Module], seed: int = 0) -> nnx.Module:
         if isinstance(leaf, nnx.RngKey):
             leaf.set_value(_key(1000 * seed + i, leaf.shape))
         elif isinstance(leaf, nnx.RngCount):
-            leaf.set_value(jnp.zeros(leaf.shape, jnp.uint32))
+            leaf.set_value(jax.device_put(np.zeros(leaf.shape, np.uint32)))
         else:
-            values = draw.normal(0, 0.4, leaf.shape)
-            leaf.set_value(jnp.asarray(values, leaf.dtype))
+            values = draw.normal(0, 0.4, leaf.shape).astype(leaf.dtype)
+            leaf.set_value(jax.device_put(values))
     nnx.update(module, state)
     return module
 

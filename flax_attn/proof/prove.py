@@ -32,7 +32,6 @@ Chunks = list[tuple[np.ndarray, np.ndarray]]
 QUICK_CHECKS = ("forward", "gradients", "float32", "dropout", "unbatched", "cache = full")
 # The last two take as long as all the others together.
 FULL_CHECKS = (*QUICK_CHECKS, "jit = eager", "training")
-# What a module returns that is asked for its weights.
 
 
 def pair_of(variant: Variant, seed: int = 0, *, record: bool = False) -> Pair:

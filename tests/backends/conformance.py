@@ -478,6 +478,13 @@ NUMBERS = [
 CASES = {case.name: case for case in (*MASKS, *SHAPES, *OPTIONS, *NUMBERS)}
 
 
+def as_array(values: np.ndarray, *dtypes: str) -> jax.Array:
+    """Return values of NumPy, cast to one dtype after another, without compiling a program."""
+    for dtype in dtypes:
+        values = values.astype(jnp.dtype(dtype))
+    return jax.device_put(values)
+
+
 def reference_results(case: Case, dtype: str, data: str | None = None) -> dict[str, np.ndarray]:
     """Return the output and all gradients of the formula, in float64.
 
@@ -489,8 +496,8 @@ def reference_results(case: Case, dtype: str, data: str | None = None) -> dict[s
     full = {"bias": np.zeros(z.scores), "sinks": np.full(z.n, HIDE)} | given
     full["bias"] = np.broadcast_to(full["bias"], z.scores)
     with jax.enable_x64("float64" in (dtype, data)), np.errstate(over="ignore"):
-        arrays = {name: jnp.asarray(x, data or dtype).astype(dtype) for name, x in full.items()}
-        cotangent = jnp.asarray(case.cotangent, data or dtype).astype(dtype)
+        arrays = {name: as_array(x, data or dtype, dtype) for name, x in full.items()}
+        cotangent = as_array(case.cotangent, data or dtype, dtype)
         mask = Mask() if case.mask is None else case.mask(Mask, jnp.asarray)
         visible = mask.materialise(*z.scores)
         scale = jnp.asarray(

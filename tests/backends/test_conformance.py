@@ -27,7 +27,7 @@ from flax_attn.backends.registry import BACKENDS, load
 from flax_attn.functional.mask_part import MaskPart
 from flax_attn.parity import tolerance
 
-from .conformance import CASES, FAST, KEY, Case, Sizes, reference_results
+from .conformance import CASES, FAST, KEY, Case, Sizes, as_array, reference_results
 
 LOW = {"float32", "bfloat16", "float16"}
 COMMON = {  # of all kernels behind the interface of jax.nn
@@ -141,8 +141,8 @@ def results(case: Case, backend: str, dtype: str) -> dict[str, np.ndarray]:
         jax.enable_x64(dtype == "float64"),
         np.errstate(over="ignore"),
     ):  # what is huge is infinite in float16
-        arrays = {name: jnp.asarray(x, dtype) for name, x in case.arrays.items()}
-        cotangent = jnp.asarray(case.cotangent, dtype)
+        arrays = {name: as_array(x, dtype) for name, x in case.arrays.items()}
+        cotangent = as_array(case.cotangent, dtype)
 
         def both(arrays, cotangent, key_data, mask):
             options = {

@@ -10,7 +10,7 @@ from flax import nnx
 from flax.errors import TraceContextError
 
 import flax_attn
-from flax_attn import DifferentialAttention, Embedding, KimiDeltaAttention, Linear
+from flax_attn import DifferentialAttention, Embedding, KimiDeltaAttention, Linear, convert
 from flax_attn.models import GPT2, T5, GPT2Config, T5Config
 from flax_attn.modules import initialisation, random_numbers
 from flax_attn.modules.initialisation import filled, fork, next_key, normal, uniform
@@ -227,6 +227,20 @@ def test_a_layer_compiles_nothing_for_small_uniform_parameters():
         flax_attn.LayerNorm(7)
         flax_attn.RMSNorm(7)
     assert programs == []
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, jnp.bfloat16])
+def test_weights_are_loaded_without_a_program(dtype):
+    layer = Linear(7, 11, rngs=nnx.Rngs(0))
+    weights = convert.state_dict(layer)
+    random = np.random.default_rng(0)
+    given = {name: random.normal(size=a.shape).astype(dtype) for name, a in weights.items()}
+    with counted() as programs:
+        convert.load_state_dict(layer, given)
+    assert programs == []
+    found = convert.state_dict(layer)
+    for name, array in given.items():
+        np.testing.assert_array_equal(found[name], array.astype(np.float32))
 
 
 @pytest.mark.parametrize(("stacked", "most"), [(False, 3), (True, 4)])

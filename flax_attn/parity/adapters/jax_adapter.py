@@ -253,10 +253,10 @@ def _cast(arrays: Mapping[str, Any], dtype: str) -> dict[str, jax.Array]:
 
 def _as_jax(value: Any, dtype: str) -> jax.Array:
     array = np.asarray(value)
-    # In NumPy, which casts without compiling a program for each shape.
+    # NumPy casts, and device_put takes what it made, without compiling a program for each shape.
     if is_floating(array):
         array = array.astype(jnp.dtype(dtype))
-    return jnp.asarray(array)
+    return jax.device_put(array)
 
 
 def _round_stochastically(arrays: Mapping[str, Any], factors: Callable) -> Arrays:
@@ -278,4 +278,6 @@ def _is_floating(array: Any) -> bool:
 def _extras(extras: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
     # A key of dropout is unsigned in both frameworks.
     kinds = {"dropout_key": np.uint32}
-    return {name: jnp.asarray(np.asarray(value, kinds.get(name))) for name, value in extras.items()}
+    return {
+        name: jax.device_put(np.array(value, kinds.get(name))) for name, value in extras.items()
+    }
