@@ -143,7 +143,7 @@ def _operands(call: Call) -> list[Array]:
     last, and the segments of queries and keys; none are of size 0.
     """
     b, _, t, s = call.shape
-    sinks = jnp.zeros(0) if call.sinks is None else _bounded(call.sinks)
+    sinks = jnp.zeros(0, jnp.float32) if call.sinks is None else _bounded(call.sinks)
     (start, stop), rest = call.mask.split_intervals(t, s)
     segments = [jnp.zeros((b, 0), jnp.int32)] * 2
     for part in rest.parts:
@@ -186,7 +186,8 @@ def _softmax_sums(call: Call) -> tuple[Array, Array]:
     scores = capped_scores(scores, None, call.soft_cap) * _LOG2_E
     visible = call.mask.block(jnp.arange(t), jnp.arange(s))
     scores = jnp.where(visible, scores, -jnp.inf)
-    sinks = jnp.full(n, -jnp.inf) if call.sinks is None else _bounded(call.sinks)
+    none = jnp.full(n, -jnp.inf, jnp.float32)
+    sinks = none if call.sinks is None else _bounded(call.sinks)
     sinks = sinks[None, :, None] * _LOG2_E
     top = jnp.maximum(scores.max(axis=-1), sinks)
     top = jnp.where(jnp.isfinite(top), top, 0)
