@@ -28,12 +28,18 @@ PACKAGES = (
 
 def public_name(text: str, package: str) -> str | None:
     """Return the full name of a public object, or None if no searched package has it."""
-    of_package = [p for p in ("torch_ref",) if package == p] or PACKAGES
     first, *rest = text.removesuffix("()").split(".")
-    for name in of_package:
+    of_twin = package == "torch_ref" and not _is_shared(first)
+    for name in ("torch_ref",) if of_twin else PACKAGES:
         if first in import_module(name).__all__:
             return ".".join([name, first, *rest]) if _has(name, first, rest) else None
     return None
+
+
+def _is_shared(name: str) -> bool:
+    """Return whether both packages export a class of attn_spec, which the pages have once."""
+    found = getattr(import_module("torch_ref"), name, None)
+    return str(getattr(found, "__module__", "")).startswith("attn_spec.")
 
 
 def _has(package: str, first: str, rest: list[str]) -> bool:
