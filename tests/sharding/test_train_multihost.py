@@ -206,7 +206,7 @@ def test_sizes_are_positive():
 def test_rows_follow_from_seed_and_step_on_every_mesh():
     tokens, found = np.arange(100), []
     for text in ("data=8", "data=2,tensor=4", "fsdp=2,context=4"):
-        mesh = EXAMPLE.make_mesh(EXAMPLE.mesh_of(text))
+        mesh = EXAMPLE.make_mesh(EXAMPLE.parse_mesh(text))
         options = EXAMPLE.parse(["--mesh", text, "--checkpoints", "folder", "--steps", "4"])
         found.append(
             [
