@@ -55,6 +55,7 @@ from .modules.router import Router, Routing, load_balancing_loss
 from .modules.self_attention import SelfAttention
 from .modules.short_convolution import ShortConvolution
 from .modules.simplified import SimplifiedSelfAttention
+from .modules.work import Work
 from .sharding.explain import explain
 
 __version__: str
@@ -112,6 +113,7 @@ __all__ = [
     "SimplifiedSelfAttention",
     "TransformerBlock",
     "Unsupported",
+    "Work",
     "YaRNScaling",
     "alibi",
     "alibi_slopes",

@@ -14,7 +14,7 @@ A kernel multiplies hidden keys and values by zero, and 0 * NaN is NaN. There ar
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,7 @@ from flax_attn.functional.nonfinite import zero_nonfinite
 
 Kernel = Callable[[Call], Array]
 Arrays = tuple[Array, ...]  # query, key and value
+Found = TypeVar("Found")
 
 
 def on_copies(call: Call, kernel: Kernel) -> Array:
@@ -53,7 +54,7 @@ def on_test(call: Call, kernel: Kernel) -> Array:
     return _attend(kernel, call)
 
 
-def if_finite(finite: Array, found: Any, clean: Callable[[], Any]) -> Any:
+def if_finite(finite: Array, found: Found, clean: Callable[[], Found]) -> Found:
     """Return what was found, or where it is not finite what `clean` computes."""
     return lax.cond(finite, lambda: found, clean)
 

@@ -1,7 +1,7 @@
 """The arguments of mask constructors, checked and in one integer type."""
 
 from numbers import Integral
-from typing import Any
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,8 @@ from jaxtyping import Array
 
 from attn_spec.mask_checks import check_boolean, check_integers, read_array
 from flax_attn.functional.kv_range import as_int32
+from flax_attn.functional.mask_part import Count
+from flax_attn.functional.shapes import ArrayLike
 
 
 def as_booleans(array: Any) -> Array:
@@ -19,7 +21,15 @@ def as_booleans(array: Any) -> Array:
     return jnp.asarray(array)
 
 
-def as_integers(name: str, values: Any) -> Any:
+@overload
+def as_integers(name: str, values: Count | ArrayLike) -> Count: ...
+
+
+@overload
+def as_integers(name: str, values: Count | ArrayLike | None) -> Count | None: ...
+
+
+def as_integers(name: str, values: Any) -> int | Array | None:
     """Return an integer or None as it is, and all else as an array of int32, or raise `ValueError`.
 
     What is beyond 32 bits becomes the largest or the smallest integer that is not: both are beyond

@@ -136,7 +136,7 @@ def worst_of(
     both = flax and torch and worst in flax and worst in torch
     where = _where(flax[worst], torch[worst]) if both else {}
     arrays = reference or {}
-    without = [key for key in errors if key in arrays and not np.isfinite(arrays[key]).any()]
+    without = sorted(key for key in errors if key in arrays and not np.isfinite(arrays[key]).any())
     notes = [note] if note else []
     if without:
         notes.append(f"without a finite number to compare: {', '.join(without)}")

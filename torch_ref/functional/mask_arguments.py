@@ -1,12 +1,14 @@
 """The arguments of mask constructors, checked and in one integer type."""
 
 from numbers import Integral
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor
 
 from attn_spec.mask_checks import check_boolean, check_integers, read_array
+from torch_ref.functional.mask_part import Count
+from torch_ref.functional.shapes import ArrayLike
 
 _LARGEST = 2**63 - 1
 
@@ -18,7 +20,15 @@ def as_booleans(array: Any) -> Tensor:
     return array
 
 
-def as_integers(name: str, values: Any) -> Any:
+@overload
+def as_integers(name: str, values: Count | ArrayLike) -> Count: ...
+
+
+@overload
+def as_integers(name: str, values: Count | ArrayLike | None) -> Count | None: ...
+
+
+def as_integers(name: str, values: Any) -> int | Tensor | None:
     """Return an integer or None as it is, and all else as an array of int64, or raise `ValueError`.
 
     What is beyond 63 bits becomes the largest integer that is not: both are beyond every token.

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from jaxtyping import Bool, Integer
@@ -39,7 +38,7 @@ class Positioned(MaskPart):
         if isinstance(self.offset, int):
             check_offset(self.offset, t, s, left, right)
 
-    def position(self, i: Any, distance: int = 0) -> Any:
+    def position(self, i, distance=0):
         """Return the position of query `i` and a distance more.
 
         A position far beyond all keys is clipped, and stays beyond them.
