@@ -16,8 +16,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from field.port import FlaxError, Port
-from flax_attn.parity import Check, compare, tolerance
-from flax_attn.parity.compare import PairingError
+from flax_attn.parity import Check, PairingError, compare, tolerance
 from flax_attn.parity.report.report import Report
 
 EQUAL, FLOAT32, EMPTY, DIFFERENT, OTHER, RAISES, NOT_RUN = VERDICTS = (

@@ -22,7 +22,7 @@ from flax_attn.sharding.explain import explain
 
 @dataclass(frozen=True)
 class ModelCall:
-    r"""One call of `dot_product_attention`, without numbers.
+    """One call of `dot_product_attention`, without numbers.
 
     Args:
         name: model, and what is special about its attention.
@@ -34,9 +34,8 @@ class ModelCall:
     Example:
         >>> from flax_attn import explain
         >>> refusals = explain(**MODEL_CALLS[0].arguments, platform="cpu").refusals
-        >>> print(refusals["decode"].replace("; ", ";\n"))
-        decode is for steps of decoding, which drop no weights;
-        got dropout. Call .eval() on the module
+        >>> print(refusals["decode"])
+        decode takes no dropout; got rate 0.1. Pass backend="auto"
     """
 
     name: str
