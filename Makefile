@@ -110,11 +110,15 @@ endif
 test-gpu: .venv-gpu/installed
 	.venv-gpu/bin/pytest -ra tests/backends/test_cudnn_kernels.py tests/tools/test_aot.py $(ARGS)
 
+# Folders whose lines hold one idea each; the others are still to be written so.
+READABLE := attn_spec $(addprefix flax_attn/, cli convert plan proof)
+
 lint: .venv/installed
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/pyright
 	$(BIN)/python tools/tables.py --check
+	$(BIN)/python tools/density.py --check $(READABLE)
 
 format: .venv/installed
 	$(BIN)/ruff check --fix

@@ -76,8 +76,9 @@ def load_state_dict(
     # NumPy casts without compiling a program for each shape, and JAX takes what it made as it is.
     new = []
     for variable, arrays in whole(own, ours):
-        array = np.array(np.reshape(arrays, variable.shape), variable.dtype)
-        new.append((variable, jax.device_put(array)))
+        array = np.reshape(arrays, variable.shape)
+        copied = np.array(array, variable.dtype)
+        new.append((variable, jax.device_put(copied)))
     for variable, array in new:
         variable[...] = array
 

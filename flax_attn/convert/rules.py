@@ -58,7 +58,8 @@ class Rule:
             names.append(self.beside)
         placeholders = [sorted(re.findall(r"{(\w+)}", name)) for name in names]
         once = sorted(set(placeholders[0]))
-        if any(found != once for found in placeholders):
+        reversible = all(found == once for found in placeholders)
+        if not reversible:
             ours = ", ".join(self.ours)
             raise ConversionError(
                 "a rule can be read both ways if each of its names has the same placeholders, each"
