@@ -84,6 +84,10 @@ ERRORS = {
             r" float64\. Cast"
         ),
     ),
+    "complex positions": (
+        lambda side: turn(side, positions=np.ones(T, complex)),
+        r"positions must be integers.*dtype complex128",
+    ),
     "boolean positions": (
         lambda side: turn(side, positions=np.ones(T, bool)),
         r"must be integers.*dtype bool",
