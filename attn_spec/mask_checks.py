@@ -38,7 +38,7 @@ def check_rows(name: str, values: Any, b: int) -> None:
         )
 
 
-def check_ids(name: str, shape: tuple[int, ...], b: int, tokens: int) -> None:
+def check_segment_ids(name: str, shape: tuple[int, ...], b: int, tokens: int) -> None:
     """Raise unless there is one segment id a token."""
     if shape not in ((tokens,), (1, tokens), (b, tokens)):
         raise ValueError(

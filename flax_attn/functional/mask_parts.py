@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Integer
 
 from attn_spec.attention_checks import check_broadcast, check_offset
-from attn_spec.mask_checks import check_ids, check_offset_given, check_rows, check_whole
+from attn_spec.mask_checks import check_offset_given, check_rows, check_segment_ids, check_whole
 from flax_attn.functional.kv_range import (
     UNBOUNDED,
     KVRange,
@@ -115,8 +115,8 @@ class Segments(MaskPart):
     axes = {"query": ("batch", None), "key": ("batch", None)}
 
     def resolve(self, b, n, t, s):
-        check_ids("query", self.query.shape, b, t)
-        check_ids("key", self.key.shape, b, s)
+        check_segment_ids("query", self.query.shape, b, t)
+        check_segment_ids("key", self.key.shape, b, s)
         return self
 
     def allow(self, rows, cols):

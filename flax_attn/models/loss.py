@@ -8,7 +8,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Integer
 
 from attn_spec.generation_checks import check_ids
-from flax_attn.functional.dtypes import accumulation_dtype
+from flax_attn.functional.dtypes import accumulation_dtype, dtype_name
 from flax_attn.functional.integers import clipped
 from flax_attn.functional.masks import Mask
 from flax_attn.functional.padding import real_tokens
@@ -72,7 +72,7 @@ def next_token_loss(
             "the loss is that of the tokens after the first, so there must be two; got shape"
             f" {shape}. Leave out rows of one token"
         )
-    check_ids(tokens.dtype.name)
+    check_ids(dtype_name(tokens.dtype))
     tokens = clipped(tokens, model.config.vocab_size)
     options = {"lengths": lengths, "dropout_key": dropout_key, **_packed(segments, shape)}
     hidden = model.hidden(arranged(tokens), **options)

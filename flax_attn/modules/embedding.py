@@ -7,6 +7,7 @@ from jaxtyping import Array, Float, Integer
 
 from attn_spec.checks import check_positive
 from attn_spec.generation_checks import check_ids
+from flax_attn.functional.dtypes import dtype_name
 from flax_attn.functional.integers import clipped
 from flax_attn.modules.initialisation import check_dtypes, next_key, normal, redrawn
 from flax_attn.modules.matrix_product import dot_general
@@ -61,7 +62,7 @@ class Embedding(nnx.Module):
 
     def __call__(self, ids: Integer[Array, "*shape"]) -> Float[Array, "*shape d"]:
         table = self.embedding[...]
-        check_ids(ids.dtype.name)
+        check_ids(dtype_name(ids.dtype))
         ids = clipped(ids, table.shape[0])
         # XLA would gather more than the table is wide.
         table = constrain(table, self.embedding.out_sharding[0], None)

@@ -10,6 +10,7 @@ import torch
 from attn_spec.attention_checks import check_position
 from attn_spec.function_checks import check_known, check_same_size, check_sees
 from torch_ref.functional.called import broadcast_size, called
+from torch_ref.functional.dtypes import dtype_name
 from torch_ref.functional.mask_parts import Positioned
 
 
@@ -49,7 +50,7 @@ class Where(Positioned):
         indices = b, n, self._positions(rows), cols
         size = broadcast_size(*indices)
         result = called("mask", self.function, *indices)
-        dtype = str(result.dtype).removeprefix("torch.")
+        dtype = dtype_name(result.dtype)
         check_sees(dtype, tuple(result.shape), size)
         return result.expand(size)
 

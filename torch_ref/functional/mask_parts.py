@@ -12,7 +12,7 @@ from jaxtyping import Bool, Integer
 from torch import Tensor
 
 from attn_spec.attention_checks import check_broadcast, check_offset
-from attn_spec.mask_checks import check_ids, check_offset_given, check_rows, check_whole
+from attn_spec.mask_checks import check_offset_given, check_rows, check_segment_ids, check_whole
 from torch_ref.functional.mask_part import Count, IntervalPart, MaskPart
 from torch_ref.functional.shapes import Index
 
@@ -104,8 +104,8 @@ class Segments(MaskPart):
     key: Integer[Tensor, "*b s"]
 
     def resolve(self, b, n, t, s):
-        check_ids("query", tuple(self.query.shape), b, t)
-        check_ids("key", tuple(self.key.shape), b, s)
+        check_segment_ids("query", tuple(self.query.shape), b, t)
+        check_segment_ids("key", tuple(self.key.shape), b, s)
         return self
 
     def allow(self, rows, cols):

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from attn_spec.generation_checks import check_ids
-from torch_ref.functional.dtypes import accumulation_dtype
+from torch_ref.functional.dtypes import accumulation_dtype, dtype_name
 from torch_ref.functional.integers import clipped
 from torch_ref.functional.masks import Mask
 from torch_ref.functional.padding import real_tokens
@@ -63,7 +63,7 @@ def next_token_loss(
             "the loss is that of the tokens after the first, so there must be two; got shape"
             f" {shape}. Leave out rows of one token"
         )
-    check_ids(str(tokens.dtype).removeprefix("torch."))
+    check_ids(dtype_name(tokens.dtype))
     tokens = clipped(tokens, model.config.vocab_size)
     options = {"lengths": lengths, "dropout_key": dropout_key, **_packed(segments, shape)}
     logits = model(tokens, **options)

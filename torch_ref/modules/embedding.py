@@ -7,6 +7,7 @@ from torch.nn import functional
 
 from attn_spec.checks import check_positive
 from attn_spec.generation_checks import check_ids
+from torch_ref.functional.dtypes import dtype_name
 from torch_ref.functional.integers import clipped
 from torch_ref.modules.typed import TypedModule
 
@@ -38,7 +39,7 @@ class Embedding(TypedModule, nn.Embedding):
         super().__init__(size, d_model)
 
     def forward(self, ids: Integer[Tensor, "*shape"]) -> Float[Tensor, "*shape d"]:
-        check_ids(str(ids.dtype).removeprefix("torch."))
+        check_ids(dtype_name(ids.dtype))
         ids = clipped(ids, self.num_embeddings)
         inside = (ids >= 0) & (ids < self.num_embeddings)
         found = super().forward(torch.where(inside, ids, 0))
