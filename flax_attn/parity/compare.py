@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from flax_attn.parity.adapters.recording import Recording, RecordingAdapter
-from flax_attn.parity.check import Check
 from flax_attn.parity.checks import run_checks
 from flax_attn.parity.cpu import on_cpu
 from flax_attn.parity.inputs import Inputs
@@ -17,7 +16,7 @@ from flax_attn.parity.report.report import Report, environment
 from flax_attn.parity.training import Recipe
 
 if TYPE_CHECKING:
-    from flax_attn.parity.trace.divergence import Divergence
+    from flax_attn.parity.trace.difference import Difference
 
 
 class ParityError(AssertionError):
@@ -172,7 +171,7 @@ def report_on(
         found = list(running)
         notes = _notes(pair)
         differs = any(check.ran and not check.passed for check in found)
-        divergence = _located(pair, notes, found) if locate and differs else None
+        difference = _located(pair, notes) if locate and differs else None
         return Report(
             name=name,
             checks=found,
@@ -181,24 +180,23 @@ def report_on(
             seed=pair.seed,
             environment=environment(),
             command=command,
-            divergence=divergence,
+            difference=difference,
             pair=pair,
         )
 
 
-def _located(pair: Pair, notes: list[str], checks: Sequence[Check]) -> Divergence | None:
+def _located(pair: Pair, notes: list[str]) -> Difference | None:
     if isinstance(pair.torch, Recording):
         notes.append(
             "a recording holds no intermediate values: where the modules differ was not located"
         )
         return None
-    from flax_attn.parity.trace.localise import localise
+    from flax_attn.parity.trace.difference import difference
 
-    offset = any(check.name == "mean offset" and not check.passed for check in checks)
     if isinstance(pair.torch, RecordingAdapter):
         pair = pair.with_torch(pair.torch.adapter)
     try:
-        return localise(pair, norms=offset)
+        return difference(pair)
     # Hooks in other people's modules may fail in any way: the verdict does not depend on them.
     except Exception as error:
         notes.append(

@@ -23,7 +23,6 @@ from flax_attn.parity.compare import report_on
 from flax_attn.parity.cpu import on_cpu
 from flax_attn.parity.pair import Pair, weight_map
 from flax_attn.parity.report.report import Report
-from flax_attn.parity.trace.hooks import weighs
 from flax_attn.proof.build import drawn
 from flax_attn.proof.placement import placement
 from flax_attn.proof.variants import Variant
@@ -286,3 +285,9 @@ def _beside(cache: Any, count: int) -> Any:
     """Return the positions of cached keys and, behind them, those of new ones."""
     positions, _ = pack([cache.key_positions, cache.positions(count)], "b *")
     return positions
+
+
+def weighs(module: Any) -> bool:
+    """Return whether a module has a method `attend`, a call that also returns attention weights."""
+    method = getattr(module, "attend", None)
+    return method is not None and "return_weights" in inspect.signature(method).parameters

@@ -65,8 +65,7 @@ class JaxAdapter(ModuleAdapter):
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes of parameters and running statistics, by their own names."""
-        tensors = {**self._params, **self._statistics}
-        return {name: tuple(array.shape) for name, array in tensors.items()}
+        return {name: tuple(array.shape) for name, array in self.tensors.items()}
 
     @property
     def statistics(self) -> list[str]:
@@ -88,6 +87,16 @@ class JaxAdapter(ModuleAdapter):
     def built(self, train: bool = False, dtype: str = "float64") -> Any:
         """Return the module with its parameters, in a dtype."""
         return self._build(self.arrays(self._params, dtype), self._state(train, dtype), train)
+
+    @property
+    def tensors(self) -> dict[str, Any]:
+        """The parameters and running statistics, by their own names."""
+        return {**self._params, **self._statistics}
+
+    def built_of(self, tensors: Mapping[str, jax.Array]) -> Any:
+        """Return the module in eval mode with these parameters and running statistics."""
+        _, rest = self._state(False, "float64")
+        return self._modes[False].build(tensors, rest)
 
     def arrays(self, arrays: Mapping[str, Any], dtype: str = "float64") -> dict[str, jax.Array]:
         """Return inputs or parameters as JAX arrays, floating ones cast."""

@@ -136,8 +136,7 @@ def _parts(report: Findings) -> Iterator[RenderableType]:
     yield Text.assemble(
         (report.name, "bold"), ": ", _verdict(report), f"\n{wording.reason(report)}\n"
     )
-    yield from _titled("causes", report.causes)
-    yield from _titled("where they differ", report.where)
+    yield from _titled("what they compute differently", report.where)
     yield _checks([check for check in report.checks if check.ran])
     nothing = [_missing(check) for check in report.checks if check.nothing]
     yield from _titled("nothing compared", nothing, "bold red")

@@ -14,9 +14,9 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from flax_attn.parity.report.scale import COLORS, FLOOR
-from flax_attn.parity.trace.divergence import Divergence
+from flax_attn.parity.trace.difference import Difference
 
-# The nodes that are named on the axis, the first of those that are wrong.
+# The operations that are named on the axis, the first of those that are wrong.
 LABELS = 12
 # The most that is drawn of a layer and of a curve, to keep the page small.
 HEADS, TOKENS, POINTS = 8, 32, 500
@@ -40,43 +40,34 @@ class Picture:
     height: int
 
 
-def divergence(found: Divergence) -> Picture:
-    """Draw the output, local and cotangent errors of all nodes, in order of execution."""
-    names = [_text(node.name) for node in found.nodes]
-    kinds = {"backward": "backward_error", "local": "local_error", "output": "error"}
-    rows, shown = {}, []
-    for kind, name in kinds.items():
-        errors = [getattr(node, name) for node in found.nodes]
-        # What was not measured, such as gradients that are equal, has no row.
-        if not np.isnan(errors).all():
-            rows[kind] = errors
-            shown.append([f"{error:.1e}" for error in errors])
+def difference(found: Difference) -> Picture:
+    """Draw the error of every operation that both sides have, in order of execution."""
+    names = [_text(step.name) for step in found.steps]
+    errors = [step.error for step in found.steps]
     figure = go.Figure(
         go.Heatmap(
-            z=_logarithm(list(rows.values())),
-            y=list(rows),
-            text=shown,
-            customdata=[names] * len(rows),
-            hovertemplate="%{customdata}<br>%{y}: %{text}<extra></extra>",
+            z=_logarithm([errors]),
+            y=["error"],
+            text=[[f"{error:.1e}" for error in errors]],
+            customdata=[names],
+            hovertemplate="%{customdata}<br>%{text}<extra></extra>",
             xgap=1,
-            ygap=3,
             hoverongaps=False,
             **_error_scale(),
         )
     )
-    # The first difference, and what is wrong by itself.
-    marked = {node.order for node in (found.first, *found.locally_wrong) if node}
-    marks = [i for i, node in enumerate(found.nodes) if node.order in marked][:LABELS]
+    lines = {place for one in found.hypotheses for place in one.flax.places[:1]}
+    marks = [i for i, step in enumerate(found.steps) if step.place in lines and step.differs]
+    labels = [names[i] for i in marks[:LABELS]]
     figure.update_yaxes(showgrid=False, zeroline=False)
-    labels = [names[i] for i in marks]
-    figure.update_xaxes(tickvals=marks, ticktext=labels, tickangle=-30, showgrid=False)
-    differ = sum(node.differs for node in found.nodes)
+    figure.update_xaxes(tickvals=marks[:LABELS], ticktext=labels, tickangle=-30, showgrid=False)
+    differ = sum(step.differs for step in found.steps)
     words = (
-        f"{len(names)} nodes in order of execution, from left to right; the output of {differ}"
-        f" differs, {len(found.locally_wrong)} are locally wrong."
+        f"{len(names)} operations in order of execution, from left to right; the value of {differ}"
+        f" differs."
     )
     margin = {"t": 12, "b": 50, "l": 70, "r": 12}
-    return _picture(figure, "Errors of every node", words, 190, margin)
+    return _picture(figure, "Errors of every operation", words, 150, margin)
 
 
 def attention(name: str, flax: np.ndarray, torch: np.ndarray) -> list[Picture]:

@@ -11,8 +11,7 @@ import numpy as np
 from flax_attn.convert.rules import Entry
 from flax_attn.parity.check import Check, finite
 from flax_attn.parity.pair import Pair
-from flax_attn.parity.trace.causes import grouped
-from flax_attn.parity.trace.divergence import Divergence
+from flax_attn.parity.trace.difference import Difference
 
 
 @dataclass(frozen=True)
@@ -27,7 +26,7 @@ class Findings:
         seed: seed of everything that was drawn.
         environment: versions, devices and settings.
         command: shell command that repeats the comparison; empty if called from Python.
-        divergence: the place and the causes of the difference, if a check failed and they could be
+        difference: what both sides compute differently, if a check failed and they could be
             found.
         pair: both sides, for pictures; not part of the written report.
     """
@@ -39,7 +38,7 @@ class Findings:
     seed: int = 0
     environment: dict[str, str] = field(default_factory=dict)
     command: str = ""
-    divergence: Divergence | None = None
+    difference: Difference | None = None
     pair: Pair | None = None
 
     @property
@@ -65,13 +64,13 @@ class Findings:
 
     @property
     def causes(self) -> list[str]:
-        """The known causes of the difference, one sentence each; repeated layers share one."""
-        return grouped(self.divergence.causes) if self.divergence else []
+        """What both sides compute differently, one sentence each; repeated layers share one."""
+        return self.difference.causes if self.difference else []
 
     @property
     def where(self) -> list[str]:
-        """Where the sides differ, a line each: the first difference, then locally wrong nodes."""
-        return list(self.divergence.where()) if self.divergence else []
+        """What both sides compute differently, with lines of source, and what that proves."""
+        return list(self.difference.lines()) if self.difference else []
 
     def check(self, name: str) -> Check | None:
         """Return the check of a name."""
@@ -86,7 +85,7 @@ class Findings:
         verdict = "not proven that both sides are the same function"
         if self.differs:
             verdict = "the two sides differ"
-        lines = [f"{self.name}: {verdict}", *self.causes, *self.where, *_explained(failed)]
+        lines = [f"{self.name}: {verdict}", *self.where, *_explained(failed)]
         if self.command:
             lines.append(f"repeat: {self.command}")
         return "\n  ".join(lines)
@@ -96,8 +95,8 @@ class Findings:
         return {
             "variant": self.name,
             "passed": self.passed,
-            "causes": list(self.divergence.causes) if self.divergence else [],
-            "divergence": None if self.divergence is None else self.divergence.as_dict(),
+            "causes": self.causes,
+            "difference": None if self.difference is None else self.difference.as_dict(),
             "checks": [_record(check) for check in self.checks],
             "differs": self.differs,
             "weights": [_row(entry) for entry in self.entries],

@@ -14,10 +14,8 @@ import numpy as np
 from flax_attn.convert.replacing import replacing
 from flax_attn.parity import tolerance
 from flax_attn.parity.cpu import on_cpu
-from flax_attn.parity.pair import Pair
 from flax_attn.parity.report import scale, wording
 from flax_attn.parity.report.findings import Findings
-from flax_attn.parity.trace import activations
 
 if TYPE_CHECKING:
     from flax_attn.parity.report.figures import Picture
@@ -36,7 +34,7 @@ class Section:
     Args:
         report: the findings of the comparison.
         tensors: ratio of the error of each tensor to its limit, by check, the worst tensors first.
-        divergence: picture of the errors of every node.
+        difference: picture of the errors of every operation.
         losses: picture of the losses of both sides.
         heads: attention maps.
         missing: reason why pictures are missing.
@@ -44,7 +42,7 @@ class Section:
 
     report: Findings
     tensors: dict[str, dict[str, float]]
-    divergence: Picture | None = None
+    difference: Picture | None = None
     losses: Picture | None = None
     heads: list[Picture] = field(default_factory=list)
     missing: str = ""
@@ -52,7 +50,7 @@ class Section:
     @property
     def pictures(self) -> bool:
         """Whether there is anything to draw."""
-        return bool(self.divergence or self.losses or self.heads)
+        return bool(self.difference or self.losses or self.heads)
 
 
 def write_page(reports: Sequence[Findings], path: str) -> None:
@@ -120,15 +118,15 @@ def _section(report: Findings, size: int) -> Section:
     from flax_attn.parity.report import figures
 
     section = Section(report, _tensors(report))
-    if report.divergence is not None and report.divergence.nodes:
-        section.divergence = figures.divergence(report.divergence)
+    if report.difference is not None and report.difference.steps:
+        section.difference = figures.difference(report.difference)
     training = report.check("training")
     # Where the check has run, both are trained; nothing is trained for a page.
     if report.pair is not None and training is not None and training.errors:
         flax, torch = report.pair.trained
         section.losses = figures.losses(flax["loss"], torch["loss"], training.limit)
     if report.pair is not None and size:
-        section.heads, section.missing = _attention(report.pair, size)
+        section.heads, section.missing = _attention(report, size)
     return section
 
 
@@ -146,13 +144,12 @@ def _tensors(report: Findings) -> dict[str, dict[str, float]]:
     return {name: found[name] for name in order[:TENSORS]}
 
 
-def _attention(pair: Pair, size: int) -> tuple[list[Any], str]:
+def _attention(report: Findings, size: int) -> tuple[list[Any], str]:
     """Return as many maps as fit, the layers that differ most first, and why others are missing."""
     from flax_attn.parity.report import figures
 
     try:
-        with on_cpu():
-            layers = activations.record(pair).attention
+        layers = _layers(report)
     # A module may be one that cannot be observed; the rest of the page stands.
     except Exception as error:
         return [], f"There are none: {error}"
@@ -173,6 +170,16 @@ def _attention(pair: Pair, size: int) -> tuple[list[Any], str]:
         f"{left} of {len(layers)} layers, those that differ least, are left out to keep the page"
         " small."
     )
+
+
+def _layers(report: Findings) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    if report.difference is not None:
+        return report.difference.attention
+    assert report.pair is not None
+    from flax_attn.parity.trace.difference import difference
+
+    with on_cpu():
+        return difference(report.pair).attention
 
 
 def _apart(flax: np.ndarray, torch: np.ndarray) -> float:

@@ -6,7 +6,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 from flax_attn.convert.rules import Entry
-from flax_attn.parity.trace.hooks import ROOT
+
+# The whole module, together with the function that calls it.
+ROOT = "."
 
 
 def pair_paths(

@@ -1,0 +1,206 @@
+"""Which value of one run is which of the other: by their numbers, whatever their layout is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+
+from flax_attn.parity.adapters.adapter import Arrays
+from flax_attn.parity.trace.program import Node, Program
+
+# Relative to the size of an array: far below any difference that matters, and above the rounding of
+# a deep network in float64.
+SAME = 1e-11
+# A number this large hides a score, as infinity does.
+HIDING = 1e8
+# A moment of n rounded numbers is that exact.
+CLOSE = 1e-9
+
+
+@dataclass(eq=False)
+class Numbers:
+    """The numbers of an array without their order.
+
+    Args:
+        array: any array.
+    """
+
+    array: np.ndarray
+
+    @cached_property
+    def sorted(self) -> np.ndarray:
+        """The numbers that hide nothing, in order."""
+        flat = np.asarray(self.array, np.float64).reshape(-1)
+        with np.errstate(invalid="ignore"):
+            kept = flat[np.abs(flat) < HIDING]
+        return np.sort(kept)
+
+    @cached_property
+    def scale(self) -> float:
+        """The mean absolute value."""
+        return float(np.abs(self.sorted).mean()) if self.sorted.size else 0.0
+
+    @cached_property
+    def features(self) -> np.ndarray:
+        """Moments that do not change if all numbers are repeated equally often."""
+        x = self.sorted
+        if not x.size or not self.scale:
+            return np.zeros(5)
+        unit = x / self.scale
+        hidden = 1 - x.size / max(self.array.size, 1)
+        cubes = (unit**3).mean()
+        return np.array([self.scale, unit.mean(), (unit**2).mean(), cubes, hidden])
+
+    @cached_property
+    def telling(self) -> bool:
+        """Whether equal numbers are the same quantity: they are many, or at least not all alike."""
+        x = self.sorted
+        if self.array.dtype.kind != "f" or x.size < 2:
+            return False
+        distinct = 1 + np.count_nonzero(np.diff(x) > SAME * (self.scale or 1))
+        return bool(distinct > 4 or (distinct > 1 and distinct == x.size))
+
+    def equals(self, other: Numbers) -> bool:
+        """Whether both hold the same numbers, each perhaps repeated."""
+        if not np.allclose(self.features, other.features, rtol=CLOSE, atol=CLOSE):
+            return False
+        few, many = sorted((self.sorted, other.sorted), key=len)
+        if not len(few) or len(many) % len(few):
+            return not len(many)
+        every = many[:: len(many) // len(few)]
+        return bool((np.abs(every - few) <= SAME * max(self.scale, other.scale)).all())
+
+
+def same_array(one: np.ndarray, other: np.ndarray) -> bool:
+    """Whether two arrays hold the same numbers at the same places, but for axes of size 1."""
+    if one.size != other.size:
+        return False
+    first, second = np.squeeze(one), np.squeeze(other)
+    if first.shape != second.shape:
+        return False
+    if first.dtype.kind != "f":
+        return bool((first == second).all())
+    scale = max(Numbers(first).scale, Numbers(second).scale)
+    return _close(first, second, scale)
+
+
+def _close(first: np.ndarray, second: np.ndarray, scale: float) -> bool:
+    with np.errstate(invalid="ignore"):
+        hidden = (np.abs(first) >= HIDING) | ~np.isfinite(first)
+        other_hidden = (np.abs(second) >= HIDING) | ~np.isfinite(second)
+        if (hidden != other_hidden).any():
+            return False
+        apart = np.abs(np.where(hidden, 0, first) - np.where(hidden, 0, second))
+    return bool((apart <= SAME * max(scale, 1e-300)).all())
+
+
+@dataclass
+class Alignment:
+    """The values that both runs have.
+
+    Args:
+        flax: run of JAX.
+        torch: run of PyTorch.
+        expected: the right outputs of the JAX run, by name.
+        changed: values of the JAX run that replace those that it computed.
+    """
+
+    flax: Program
+    torch: Program
+    expected: Arrays
+    changed: Mapping[Node, np.ndarray] = field(default_factory=dict)
+
+    def __post_init__(self):
+        self._numbers: dict[Node, Numbers] = {}
+
+    def value(self, node: Node) -> np.ndarray:
+        """Return the value of a node, after what replaces it."""
+        return self.changed.get(node, node.value)
+
+    def numbers(self, node: Node) -> Numbers:
+        """Return the numbers of a node, after what replaces them."""
+        if node not in self._numbers:
+            self._numbers[node] = Numbers(self.value(node))
+        return self._numbers[node]
+
+    @cached_property
+    def _index(self) -> tuple[np.ndarray, list[Node]]:
+        telling = [node for node in self.torch.nodes if self.numbers(node).telling]
+        telling.sort(key=lambda node: self.numbers(node).scale)
+        return np.array([self.numbers(node).scale for node in telling]), telling
+
+    @cached_property
+    def _exact(self) -> dict[bytes, list[Node]]:
+        """The PyTorch nodes whose numbers tell little, by their array."""
+        found: dict[bytes, list[Node]] = {}
+        for node in self.torch.nodes:
+            if not self.numbers(node).telling:
+                found.setdefault(_bytes(node.value), []).append(node)
+        return found
+
+    @cached_property
+    def torch_of(self) -> dict[Node, list[Node]]:
+        """The PyTorch nodes that hold the numbers of each JAX node that has any."""
+        return {node: found for node in self.flax.nodes if (found := self.matches(node))}
+
+    @cached_property
+    def flax_of(self) -> dict[Node, list[Node]]:
+        """The JAX nodes that hold the numbers of each PyTorch node that has any."""
+        found: dict[Node, list[Node]] = {}
+        for node, others in self.torch_of.items():
+            for other in others:
+                found.setdefault(other, []).append(node)
+        return found
+
+    def matches(self, node: Node) -> list[Node]:
+        """Return the PyTorch nodes that hold the numbers of a JAX node."""
+        own = self.numbers(node)
+        return self._telling(own) if own.telling else self._exact.get(_bytes(own.array), [])
+
+    def matches_array(self, value: np.ndarray) -> list[Node]:
+        """Return the PyTorch nodes that hold the numbers of an array, if these tell anything."""
+        own = Numbers(value)
+        return self._telling(own) if own.telling else []
+
+    def _telling(self, own: Numbers) -> list[Node]:
+        scales, nodes = self._index
+        low = np.searchsorted(scales, own.scale * (1 - CLOSE))
+        high = np.searchsorted(scales, own.scale * (1 + CLOSE), side="right")
+        return [node for node in nodes[low:high] if own.equals(self.numbers(node))]
+
+    def with_changed(self, changed: Mapping[Node, np.ndarray]) -> Alignment:
+        """Return the alignment after some values of the JAX run are replaced."""
+        other = Alignment(self.flax, self.torch, self.expected, {**self.changed, **changed})
+        kept = {node: own for node, own in self._numbers.items() if node not in changed}
+        other._numbers = kept
+        other.__dict__["_index"] = self._index
+        other.__dict__["_exact"] = self._exact
+        known = self.torch_of
+        found = {}
+        for node in self.flax.nodes:
+            matched = other.matches(node) if node in changed else known.get(node)
+            if matched:
+                found[node] = matched
+        other.__dict__["torch_of"] = found
+        return other
+
+
+def _bytes(array: np.ndarray) -> bytes:
+    small = np.squeeze(np.asarray(array, np.float64))
+    return str(small.shape).encode() + small.tobytes()
+
+
+def cone(outputs: Iterable[Node], matched: Mapping[Node, Sequence[Node]]) -> list[Node]:
+    """Return the unmatched nodes that lead to outputs, in order."""
+    found: set[Node] = set()
+    waiting = [node for node in outputs if node not in matched]
+    while waiting:
+        node = waiting.pop()
+        if node in found:
+            continue
+        found.add(node)
+        waiting += [operand for operand in node.operands if operand not in matched]
+    return sorted(found, key=lambda node: node.order)

@@ -1,0 +1,219 @@
+"""Where the two sides of a pair differ, read from their programs and proven by repair."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from flax_attn.parity import tolerance
+from flax_attn.parity.adapters.adapter import NotRun
+from flax_attn.parity.adapters.jax_adapter import JaxAdapter
+from flax_attn.parity.check import finite
+from flax_attn.parity.pair import Pair
+from flax_attn.parity.trace import runs, sentences
+from flax_attn.parity.trace.align import SAME, Alignment
+from flax_attn.parity.trace.explain import explain
+from flax_attn.parity.trace.expression import LAYOUT, Builder
+from flax_attn.parity.trace.hypothesis import Hypothesis
+from flax_attn.parity.trace.program import Node, Place
+from flax_attn.parity.trace.search import Search, search
+
+# The hypotheses that are written out in a text.
+WRITTEN = 8
+
+
+@dataclass(frozen=True)
+class Step:
+    """One operation of the JAX run beside the same quantity in PyTorch.
+
+    Args:
+        name: path of the submodule, and the operation.
+        place: line of source.
+        error: relative error of its value.
+        shape: shape of its value.
+        dtype: dtype of its value.
+    """
+
+    name: str
+    place: Place | None
+    error: float
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def limit(self) -> float:
+        """The largest error of a value that both sides have."""
+        return SAME
+
+    @property
+    def differs(self) -> bool:
+        """Whether its value differs."""
+        return self.error > self.limit
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the step for JSON."""
+        return finite(
+            {
+                "name": self.name,
+                "place": str(self.place or ""),
+                "error": self.error,
+                "shape": list(self.shape),
+                "dtype": self.dtype,
+                "differs": self.differs,
+            }
+        )
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where two sides differ, and whether that is all.
+
+    Args:
+        hypotheses: what both sides compute differently, in the order of the run.
+        remaining: names of the outputs that still differ when PyTorch's values replace those of JAX
+            at all hypotheses; none if the hypotheses explain the whole difference.
+        steps: error of every operation that has a counterpart, in the order of the run.
+        backward: whether the outputs agree, and gradients differ.
+        attention: attention weights `(b, n, t, s)` of JAX and of PyTorch, by submodule.
+    """
+
+    hypotheses: tuple[Hypothesis, ...] = ()
+    remaining: tuple[str, ...] = ()
+    steps: tuple[Step, ...] = ()
+    backward: bool = False
+    attention: dict[str, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict, repr=False)
+
+    @property
+    def repaired(self) -> bool:
+        """Whether the hypotheses explain the whole difference."""
+        return bool(self.hypotheses) and not self.remaining
+
+    @property
+    def first(self) -> Step | None:
+        """The first operation whose value differs."""
+        return next((step for step in self.steps if step.differs), None)
+
+    @property
+    def causes(self) -> list[str]:
+        """A sentence for each hypothesis."""
+        return [sentences.headline(found) for found in self.hypotheses]
+
+    def lines(self) -> Iterator[str]:
+        """Yield the hypotheses with both sides, then what they prove."""
+        for found in self.hypotheses[:WRITTEN]:
+            yield from sentences.lines(found)
+        left = len(self.hypotheses) - WRITTEN
+        if left > 0:
+            yield f"and {left} more"
+        yield sentences.proof(self)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return everything for JSON."""
+        return {
+            "hypotheses": [found.as_dict() for found in self.hypotheses],
+            "repaired": self.repaired,
+            "remaining": list(self.remaining),
+            "backward": self.backward,
+            "steps": [step.as_dict() for step in self.steps],
+        }
+
+    def __str__(self) -> str:
+        """Return a few lines."""
+        return "\n".join(self.lines())
+
+
+def difference(pair: Pair) -> Difference:
+    """Return where the two sides of a pair differ. JAX must have x64 enabled.
+
+    Both run once, and the values of all their operations are compared. Where one computes something
+    else from the same values, the value of PyTorch replaces that of JAX, and the rest runs again:
+    the smallest set of places after which all agrees is the difference.
+
+    Raises:
+        NotRun: if a side is the recording of an earlier run, which holds no intermediate values.
+
+    Example:
+        >>> import jax, torch
+        >>> from flax_attn.parity import compare
+        >>> from flax_attn.parity.cpu import on_cpu
+        >>> gelu = torch.nn.GELU(approximate="tanh").eval()
+        >>> pair = compare(jax.nn.silu, gelu, [(5, 3)], checks=["forward"], locate=False).pair
+        >>> with on_cpu():
+        ...     found = difference(pair)
+        >>> len(found.hypotheses), found.repaired
+        (1, True)
+    """
+    from flax_attn.parity.adapters.torch_adapter import TorchAdapter
+
+    if not isinstance(pair.flax, JaxAdapter) or not isinstance(pair.torch, TorchAdapter):
+        raise NotRun(
+            "the difference is found by running both sides, and one of these is the recording of an"
+            " earlier run. Compare where both frameworks are installed"
+        )
+    found = search(runs.flax_forward(pair), runs.torch_forward(pair))
+    if found.repairs or found.wrong:
+        return _difference(found)
+    return _backward(pair, found)
+
+
+def _difference(found: Search, backward: bool = False) -> Difference:
+    steps = tuple(_steps(found.alignment))
+    hypotheses = tuple(explain(found))
+    attention = {} if backward else _attention(found.alignment)
+    return Difference(hypotheses, tuple(found.wrong), steps, backward, attention)
+
+
+def _backward(pair: Pair, forward: Search) -> Difference:
+    """Return where the gradients differ, if they do: the outputs agree."""
+    same = _difference(forward)
+    expected = pair.shared(pair.reference.gradients)
+    errors = tolerance.gradient_errors(pair.shared(pair.flax64.gradients), expected)
+    if not any(error > tolerance.GRADIENT for error in errors.values()):
+        return same
+    stopped = runs.stopped_gradients(pair)
+    if stopped:
+        return Difference(tuple(stopped), (), same.steps, True, same.attention)
+    flax, torch, values = runs.backward(pair)
+    return _difference(search(flax, torch, values), backward=True)
+
+
+def _steps(alignment: Alignment) -> Iterator[Step]:
+    for node in alignment.flax.nodes:
+        shared = node in alignment.torch_of and alignment.numbers(node).telling
+        if not shared or node.operation in LAYOUT or not node.operands:
+            continue
+        yield Step(
+            _name(node),
+            node.place,
+            _error(node.value, alignment.value(node)),
+            tuple(node.value.shape),
+            str(node.value.dtype),
+        )
+
+
+def _name(node: Node) -> str:
+    module = node.place.module if node.place else ""
+    return f"{module}/{node.operation}" if module else node.operation
+
+
+def _error(flax: np.ndarray, right: np.ndarray) -> float:
+    return tolerance.relative({"": flax}, {"": right})[""]
+
+
+def _attention(alignment: Alignment) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Return the results of every softmax over keys, `(b, n, t, s)`."""
+    build = Builder({})
+    found: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+    for node in alignment.flax.nodes:
+        four = node.operation == "div" and node.value.ndim == 4
+        if not four or build(node).operation != "softmax":
+            continue
+        name = node.place.module if node.place else ""
+        label = name or "attention"
+        count = sum(key.partition("#")[0] == label for key in found)
+        key = f"{label}#{count + 1}" if count else label
+        found[key] = np.asarray(node.value), np.asarray(alignment.value(node))
+    return found

@@ -1,0 +1,198 @@
+"""Hypotheses about what differs between the nodes that a search found."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from itertools import islice
+
+import numpy as np
+
+from flax_attn.parity.trace.align import Alignment, Numbers
+from flax_attn.parity.trace.expression import Builder, Expression
+from flax_attn.parity.trace.gaps import Gap, gaps
+from flax_attn.parity.trace.hypothesis import Hypothesis, Side
+from flax_attn.parity.trace.layouts import laid_out
+from flax_attn.parity.trace.moves import narrowed, relation, shown, steps
+from flax_attn.parity.trace.notation import Names, plain, text
+from flax_attn.parity.trace.program import Node, Place
+from flax_attn.parity.trace.search import Repair, Search
+
+# The numbers of an array whose elements are compared one by one.
+DISTINCT = 4
+# Operations that depend on the axis along which they run.
+ALONG_AXES = ("sum", "mean", "amax", "amin", "prod", "cumsum", "cumprod", "sort", "argmax")
+# More gaps than these are not told apart: the whole expressions say what differs.
+FEW = 4
+
+
+def explain(found: Search) -> list[Hypothesis]:
+    """Return what differs at each node that was replaced; repeated layers share one hypothesis."""
+    every = [one for repair in found.repairs for one in _Explained(repair).hypotheses()]
+    grouped: dict[tuple, Hypothesis] = {}
+    for one in every:
+        known = grouped.get(one.kind)
+        if known is None:
+            grouped[one.kind] = one
+        elif one.node not in (known.node, *known.also):
+            grouped[one.kind] = replace(known, also=(*known.also, one.node))
+    return list(grouped.values())
+
+
+class _Explained:
+    """The expressions of a pair of nodes over the values that both sides have."""
+
+    def __init__(self, repair: Repair):
+        self.repair = repair
+        ours, theirs, named = _leaves(repair.before)
+        self.flax_builder = Builder(ours)
+        self.torch_builder = Builder(theirs)
+        self.names = Names(named, repair.before, self.torch_builder.written, _module(repair.torch))
+        self.flax = self.flax_builder(repair.flax)
+        self.torch = self.torch_builder(repair.torch)
+
+    def hypotheses(self) -> Iterator[Hypothesis]:
+        """Yield what differs."""
+        found = list(islice(gaps(self.flax, self.torch), FEW + 1))
+        ends = self.repair.flax, self.repair.torch
+        if not found:
+            yield self._layout()
+        elif len(found) > FEW:
+            yield self._whole()
+        else:
+            yield from (self._hypothesis(gap, *ends) for gap in found)
+
+    def _hypothesis(self, gap: Gap, ours: Node, theirs: Node) -> Hypothesis:
+        sides = []
+        for node, builder, part in (
+            (ours, self.flax_builder, gap.flax),
+            (theirs, self.torch_builder, gap.torch),
+        ):
+            value = "" if part is None else text(part, self.names)
+            origins = [part.origin] if part is not None and part.origin is not None else []
+            expression = text(self._expression(node, builder), self.names)
+            sides.append(Side(value, expression, places([*origins, node])))
+        note = _apart(gap)
+        return Hypothesis(_module(theirs), gap.operation, gap.parameter, *sides, note=note)
+
+    def _expression(self, node: Node, builder: Builder) -> Expression:
+        if node is self.repair.flax:
+            return self.flax
+        return self.torch if node is self.repair.torch else builder.written(node)
+
+    def _whole(self) -> Hypothesis:
+        sides = []
+        for node, whole in ((self.repair.flax, self.flax), (self.repair.torch, self.torch)):
+            written = text(whole, self.names)
+            sides.append(Side(written, written, places([node, *_origins(whole)])))
+        module = _module(self.repair.torch)
+        return Hypothesis(module, self.repair.torch.operation, "expression", *sides)
+
+    def _layout(self) -> Hypothesis:
+        """Return what moves numbers to other places, where both compute the same of them."""
+        alignment = self.repair.before
+        inner = _innermost(self.flax, self.torch)
+        if inner is not None:
+            return self._parameters(*inner)
+        found = narrowed(alignment, self.repair.flax, self.repair.value)
+        ours, theirs = self.repair.flax, self.repair.torch
+        note = ""
+        if found is not None:
+            ours, theirs, right = found
+            note = relation(alignment.value(ours), right)
+            # What both gather by other indices says more than the order of what they gather.
+            here = self.flax_builder.written(ours)
+            there = self.torch_builder.written(theirs)
+            inside = list(gaps(here, there))
+            if len(inside) == 1 and here.operation == there.operation:
+                gap = self._hypothesis(inside[0], ours, theirs)
+                return replace(gap, note=note or gap.note)
+        sides = []
+        for node, builder, is_flax in (
+            (ours, self.flax_builder, True),
+            (theirs, self.torch_builder, False),
+        ):
+            moves = steps(alignment, node, is_flax)
+            expression = text(builder.written(node), self.names)
+            sides.append(Side(shown(moves), expression, places([node, *reversed(moves)])))
+        return Hypothesis(_module(theirs), theirs.operation, "layout", *sides, note=note)
+
+    def _parameters(self, ours: Node, theirs: Node) -> Hypothesis:
+        """Return the parameters of an operation of the same operands with another result."""
+        sides = []
+        for node, builder in ((ours, self.flax_builder), (theirs, self.torch_builder)):
+            shape = node.operands[0].value.shape
+            axes = node.parameters.get("axes", node.parameters.get("axis"))
+            value = f"axis {plain(axes)} of {plain(shape)}"
+            expression = text(builder.written(node), self.names)
+            sides.append(Side(value, expression, places([node])))
+        return Hypothesis(_module(theirs), theirs.operation, "axes", *sides)
+
+
+def _apart(gap: Gap) -> str:
+    """Return at how many places two arrays of a few numbers differ, such as masks."""
+    if gap.flax is None or gap.torch is None or gap.flax.origin is None or gap.torch.origin is None:
+        return ""
+    ours, theirs = gap.flax.origin.value, gap.torch.origin.value
+    for there in laid_out(theirs, ours.shape):
+        if len(np.unique(ours)) > DISTINCT or len(np.unique(theirs)) > DISTINCT:
+            return ""
+        apart = np.argwhere(ours != there)
+        if not len(apart) or not ours.ndim:
+            return ""
+        first = tuple(apart[0].tolist())
+        values = f"flax {plain(ours[first].item())}, torch {plain(there[first].item())}"
+        return f"{len(apart)} of {ours.size} elements differ, the first at {plain(first)}: {values}"
+    return ""
+
+
+def _module(node: Node) -> str:
+    return node.place.module if node.place else ""
+
+
+def _innermost(flax: Expression, torch: Expression) -> tuple[Node, Node] | None:
+    """Return the first operations of equal operands that return other numbers."""
+    for one, other in zip(flax.operands, torch.operands, strict=False):
+        found = _innermost(one, other)
+        if found is not None:
+            return found
+    ours, theirs = flax.origin, torch.origin
+    if ours is None or theirs is None or ours.operation not in ALONG_AXES:
+        return None
+    return None if Numbers(ours.value).equals(Numbers(theirs.value)) else (ours, theirs)
+
+
+def _leaves(alignment: Alignment) -> tuple[dict[Node, int], dict[Node, int], dict[int, Node]]:
+    """Return the number of the quantity that each node of either side is, and a node to name it."""
+    theirs: dict[Node, int] = {}
+    shown: dict[int, Node] = {}
+    for node, others in alignment.flax_of.items():
+        same = [other for one in others for other in alignment.torch_of[one]]
+        first = min(same, key=lambda other: other.order)
+        theirs[node] = first.order
+        shown[first.order] = first
+    ours = {node: theirs[others[0]] for node, others in alignment.torch_of.items()}
+    return ours, theirs, shown
+
+
+def _origins(expression: Expression) -> Iterator[Node]:
+    """Yield the nodes of an expression, from the outside in."""
+    seen: set[Expression] = set()
+    waiting = [expression]
+    while waiting:
+        one = waiting.pop(0)
+        if one in seen or one.operation == "leaf":
+            continue
+        seen.add(one)
+        waiting += one.operands
+        if one.origin is not None:
+            yield one.origin
+
+
+def places(nodes: Iterable[Node]) -> tuple[Place, ...]:
+    """Return the lines of nodes, each once."""
+    lines: dict[tuple[str, int], Place] = {}
+    for node in nodes:
+        if node.place is not None:
+            lines.setdefault((node.place.file, node.place.line), node.place)
+    return tuple(lines.values())

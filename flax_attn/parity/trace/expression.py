@@ -1,0 +1,470 @@
+"""Expressions over values that both runs have, in one normal form for both frameworks.
+
+Layout is left out of it: a transposition, a reshape or a broadcast is its operand. Sums are sets of
+terms with factors, products are sets of bases with exponents, so that `x * rsqrt(v + e)` and
+`x / sqrt(v + e)` are one expression, and a softmax is found in `exp(x - max(x)) / sum(...)`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from flax_attn.parity.trace.program import Node
+
+LAYOUT = frozenset(
+    {"transpose", "reshape", "broadcast", "squeeze", "expand_dims", "view", "stop_gradient"}
+)
+SWAPPED = {"gt": "lt", "ge": "le"}
+# Numbers of a result that are rounded alike are one number.
+DIGITS = 12
+# The numbers of a constant that are written out.
+FEW = 4
+
+
+@dataclass(frozen=True, eq=False)
+class Expression:
+    """An operation in normal form.
+
+    Args:
+        operation: its name; `"leaf"` is a value that both runs have, `"number"` a constant.
+        operands: expressions that it is computed from.
+        settings: what it depends on beside them.
+        origin: node that computes it; None where the normal form made it.
+
+    Attributes:
+        key: digest of all but the origin, by which expressions are equal and sorted.
+    """
+
+    operation: str
+    operands: tuple[Expression, ...] = ()
+    settings: tuple[Any, ...] = ()
+    origin: Node | None = field(default=None, repr=False)
+    key: str = field(init=False, repr=False)
+
+    def __post_init__(self):
+        # Of the digests of the operands: an operand that occurs often is read once.
+        inner = [operand.key for operand in self.operands]
+        content = repr((self.operation, self.settings, inner))
+        digest = hashlib.blake2b(content.encode(), digest_size=12).hexdigest()
+        object.__setattr__(self, "key", digest)
+
+    def __eq__(self, other: object) -> bool:
+        """Whether both compute the same of the same values."""
+        return isinstance(other, Expression) and self.key == other.key
+
+    def __hash__(self) -> int:
+        """Return a number that equal expressions share."""
+        return hash(self.key)
+
+    @property
+    def number(self) -> float | None:
+        """The number that a constant is; None for anything else."""
+        return self.settings[0] if self.operation == "number" else None
+
+
+def number(value: float, origin: Node | None = None) -> Expression:
+    """Return a constant."""
+    rounded = float(f"{value:.{DIGITS}g}")
+    return Expression("number", (), (rounded,), origin)
+
+
+ZERO, ONE = number(0.0), number(1.0)
+
+
+def split(term: Expression) -> tuple[float, Expression]:
+    """Return the factor of a term, and the term without it."""
+    if term.number is not None:
+        return term.number, ONE
+    if term.operation != "product":
+        return 1.0, term
+    factor = term.settings[0]
+    exponents = term.settings[1:]
+    if len(term.operands) == 1 and exponents == (1.0,):
+        return factor, term.operands[0]
+    return factor, Expression("product", term.operands, (1.0, *exponents), term.origin)
+
+
+def scaled(factor: float, term: Expression, origin: Node | None = None) -> Expression:
+    """Return a term times a number."""
+    own, base = split(term)
+    factor = float(f"{factor * own:.{DIGITS}g}")
+    if base == ONE:
+        return number(factor, origin)
+    if factor == 0:
+        return ZERO
+    if factor == 1:
+        return base
+    if base.operation == "product":
+        return Expression("product", base.operands, (factor, *base.settings[1:]), origin)
+    return Expression("product", (base,), (factor, 1.0), origin)
+
+
+def total(terms: Sequence[tuple[float, Expression]], origin: Node | None = None) -> Expression:
+    """Return the sum of terms with factors."""
+    factors: dict[Expression, float] = {}
+    for factor, term in terms:
+        flat = [(1.0, term)]
+        if term.operation == "sum":
+            flat = list(zip(term.settings, term.operands, strict=True))
+        for inner_factor, inner in flat:
+            own, base = split(inner)
+            factors[base] = factors.get(base, 0.0) + factor * inner_factor * own
+    kept = {base: factor for base, factor in factors.items() if factor}
+    if not kept:
+        return ZERO
+    if len(kept) == 1:
+        ((base, factor),) = kept.items()
+        return scaled(factor, base, origin)
+    bases = sorted(kept, key=order)
+    rounded = tuple(float(f"{kept[base]:.{DIGITS}g}") for base in bases)
+    return Expression("sum", tuple(bases), rounded, origin)
+
+
+def product(factors: Sequence[tuple[Expression, float]], origin: Node | None = None) -> Expression:
+    """Return the product of bases with exponents."""
+    coefficient = 1.0
+    exponents: dict[Expression, float] = {}
+    for base, exponent in factors:
+        factor, rest = split(base)
+        if factor < 0 and exponent != int(exponent):
+            factor, rest = 1.0, base
+        with np.errstate(all="ignore"):
+            coefficient *= float(np.float64(factor) ** exponent)
+        inner = [(rest, 1.0)]
+        if rest.operation == "product":
+            inner = list(zip(rest.operands, rest.settings[1:], strict=True))
+        for own, power in inner:
+            if own != ONE:
+                exponents[own] = exponents.get(own, 0.0) + power * exponent
+    kept = {base: exponent for base, exponent in exponents.items() if exponent}
+    if not kept or not np.isfinite(coefficient) or coefficient == 0:
+        return number(coefficient, origin)
+    bases = sorted(kept, key=order)
+    coefficient = float(f"{coefficient:.{DIGITS}g}")
+    if len(bases) == 1 and kept[bases[0]] == 1:
+        return scaled(coefficient, bases[0], origin)
+    powers = tuple(kept[base] for base in bases)
+    return _softmax(Expression("product", tuple(bases), (coefficient, *powers), origin))
+
+
+def _softmax(whole: Expression) -> Expression:
+    """Return `exp(x - max(x)) / sum(exp(x - max(x)))` as a softmax, and anything else as it is."""
+    powers = dict(zip(whole.operands, whole.settings[1:], strict=True))
+    for base in whole.operands:
+        if base.operation != "exp" or powers[base] != 1:
+            continue
+        for other in whole.operands:
+            summed = other.operation == "sum_over" and other.operands == (base,)
+            if not summed or powers[other] != -1:
+                continue
+            inner = Expression("softmax", (_unshifted(base.operands[0]),), other.settings)
+            inner = Expression(inner.operation, inner.operands, inner.settings, other.origin)
+            rest = [(b, p) for b, p in powers.items() if b not in (base, other)]
+            return scaled(whole.settings[0], product([(inner, 1.0), *rest], whole.origin))
+    return whole
+
+
+def _unshifted(x: Expression) -> Expression:
+    """Return an argument of `exp` without the maximum that is subtracted of it."""
+    if x.operation != "sum":
+        return x
+    terms = list(zip(x.settings, x.operands, strict=True))
+    for factor, term in terms:
+        if term.operation != "amax" or factor > 0:
+            continue
+        rest = total([pair for pair in terms if pair[1] != term])
+        if scaled(-factor, term.operands[0]) == rest or term.operands[0] == rest:
+            return rest
+        own, inner = split(rest)
+        if inner == term.operands[0] and own == -factor:
+            return rest
+    return x
+
+
+def order(expression: Expression) -> tuple[str, str]:
+    """Return what expressions are sorted by: the same on both sides."""
+    return expression.operation, expression.key
+
+
+class Builder:
+    """Makes expressions of the nodes of one run.
+
+    Args:
+        leaves: the number of each node that both runs have: the same for both of them.
+    """
+
+    def __init__(self, leaves: Mapping[Node, int]):
+        self.leaves = leaves
+        self._made: dict[Node, Expression] = {}
+
+    def leaf(self, node: Node) -> Expression:
+        """Return the expression of a node as a value that both have."""
+        return Expression("leaf", (), (self.leaves[node],), node)
+
+    def __call__(self, node: Node) -> Expression:
+        """Return the expression of a node over shared values, which stand for themselves."""
+        if node.constant and node.operation != "source" and node.value.size:
+            return number(float(node.value.reshape(-1)[0]), node)
+        if node in self.leaves:
+            return self.leaf(node)
+        return self.written(node)
+
+    def written(self, node: Node) -> Expression:
+        """Return the operation of a node, also where its value is shared."""
+        if node not in self._made:
+            self._made[node] = self._of(node)
+        return self._made[node]
+
+    def _of(self, node: Node) -> Expression:
+        if node.operation in ("source", "constant"):
+            return Expression(node.operation, (), (node.name or _contents(node.value),), node)
+        operands = [self(operand) for operand in node.operands]
+        if node.operation in ("add", "add_any", "sub", "mul", "div") and _moved(node, operands):
+            operands[1] = Expression("moved", (operands[1],), (), node.operands[1])
+        rule = RULES.get(node.operation)
+        if rule is not None:
+            return rule(node, operands)
+        name = SWAPPED.get(node.operation)
+        if name:
+            return Expression(name, tuple(reversed(operands)), (), node)
+        return Expression(node.operation, tuple(operands), _settings(node), node)
+
+
+def _contents(value: np.ndarray) -> str:
+    """Return an array in words: its shape, and its numbers if they are few."""
+    distinct = np.unique(value) if value.dtype.kind in "biuf" else np.zeros(0)
+    shape = "x".join(map(str, value.shape))
+    if len(distinct) > FEW:
+        low, high = distinct[0], distinct[-1]
+        return f"array {shape} from {low:.6g} to {high:.6g}"
+    return f"array {shape} of {' and '.join(f'{float(x):.6g}' for x in distinct)}"
+
+
+def _moved(node: Node, operands: list[Expression]) -> bool:
+    """Whether both operands hold the same numbers in another layout, as `x` and its transpose."""
+    if split(operands[0])[1] != split(operands[1])[1] or operands[0].number is not None:
+        return False
+    first, second = (operand.value for operand in node.operands[:2])
+    if first.shape != second.shape:
+        return True
+    # The same array, perhaps times a number.
+    factor = split(operands[1])[0] / split(operands[0])[0]
+    return not np.allclose(first * factor, second, rtol=1e-9, atol=1e-300)
+
+
+def _settings(node: Node) -> tuple[Any, ...]:
+    """Return the parameters of an operation, axes by their sizes: these have one layout."""
+    found = []
+    for name, value in sorted(node.parameters.items()):
+        if name in ("axes", "axis") and node.operands:
+            found.append(("over", _sizes(node, value)))
+        elif value is not None:
+            found.append((name, value))
+    return tuple(found)
+
+
+def _sizes(node: Node, axes: Any) -> tuple[int, ...]:
+    shape = node.operands[0].value.shape
+    axes = axes if isinstance(axes, tuple) else (axes,)
+    return tuple(sorted(shape[axis] for axis in axes)) if shape else ()
+
+
+Rule = Callable[[Node, list[Expression]], Expression]
+
+
+def _first(node: Node, x: list[Expression]) -> Expression:
+    return x[0]
+
+
+def _add(node: Node, x: list[Expression]) -> Expression:
+    second = product([(x[1], 1.0), (x[2], 1.0)]) if len(x) > 2 else x[1]
+    return total([(1.0, x[0]), (1.0, second)], node)
+
+
+def _sub(node: Node, x: list[Expression]) -> Expression:
+    second = product([(x[1], 1.0), (x[2], 1.0)]) if len(x) > 2 else x[1]
+    return total([(1.0, x[0]), (-1.0, second)], node)
+
+
+def _mul(node: Node, x: list[Expression]) -> Expression:
+    return product([(x[0], 1.0), (x[1], 1.0)], node)
+
+
+def _div(node: Node, x: list[Expression]) -> Expression:
+    return product([(x[0], 1.0), (x[1], -1.0)], node)
+
+
+def _power_of(exponent: float) -> Rule:
+    return lambda node, x: product([(x[0], exponent)], node)
+
+
+def _pow(node: Node, x: list[Expression]) -> Expression:
+    exponent = node.parameters.get("exponent")
+    if exponent is None:
+        exponent = x[1].number
+    if exponent is None:
+        factor, rest = split(x[1])
+        if factor < 0:
+            inverse = Expression("pow", (x[0], scaled(-factor, rest)), (), node)
+            return product([(inverse, -1.0)], node)
+        return Expression("pow", tuple(x), (), node)
+    return product([(x[0], float(exponent))], node)
+
+
+def _sum(node: Node, x: list[Expression]) -> Expression:
+    factor, inner = split(x[0])
+    sizes = _sizes(node, node.parameters["axes"])
+    return scaled(factor, Expression("sum_over", (inner,), (sizes,), node), node)
+
+
+def _mean(node: Node, x: list[Expression]) -> Expression:
+    sizes = _sizes(node, node.parameters["axes"])
+    return scaled(1 / np.prod(sizes), _sum(node, x), node)
+
+
+def _amax(node: Node, x: list[Expression]) -> Expression:
+    return Expression("amax", (x[0],), (_sizes(node, node.parameters["axes"]),), node)
+
+
+def _max(node: Node, x: list[Expression]) -> Expression:
+    numbers = [operand.number for operand in x]
+    if -np.inf in numbers:
+        return x[1 - numbers.index(-np.inf)]
+    if 0.0 in numbers:
+        return Expression("relu", (x[1 - numbers.index(0.0)],), (), node)
+    return Expression("max", tuple(sorted(x, key=order)), (), node)
+
+
+def _erf(node: Node, x: list[Expression]) -> Expression:
+    factor, _ = split(x[0])
+    sign = -1.0 if factor < 0 else 1.0
+    return scaled(sign, Expression("erf", (scaled(sign, x[0]),), (), node), node)
+
+
+def _erfc(node: Node, x: list[Expression]) -> Expression:
+    return total([(1.0, ONE), (-1.0, _erf(node, x))], node)
+
+
+def _dot(node: Node, x: list[Expression]) -> Expression:
+    left, right = split(x[0]), split(x[1])
+    inner = tuple(sorted((left[1], right[1]), key=order))
+    return scaled(left[0] * right[0], Expression("dot", inner, (), node), node)
+
+
+def _where(node: Node, x: list[Expression]) -> Expression:
+    # JAX has the case for False first.
+    cases = (x[1], x[2])
+    if node.parameters.get("false_first"):
+        cases = cases[::-1]
+    condition = x[0]
+    if condition.operation == "not":
+        condition, cases = condition.operands[0], cases[::-1]
+    if condition.number is not None:
+        return cases[0] if condition.number else cases[1]
+    numbers = cases[0].number, cases[1].number
+    if node.value.dtype == bool and numbers == (1.0, 0.0):
+        return condition
+    if node.value.dtype == bool and numbers == (0.0, 1.0):
+        return Expression("not", (condition,), (), node)
+    return Expression("where", (condition, *cases), (), node)
+
+
+def _not(node: Node, x: list[Expression]) -> Expression:
+    return x[0].operands[0] if x[0].operation == "not" else Expression("not", (x[0],), (), node)
+
+
+def _cast(node: Node, x: list[Expression]) -> Expression:
+    dtype = str(node.parameters.get("dtype"))
+    wider = dtype == "float64" or not node.operands[0].floating
+    return x[0] if wider else Expression("cast", (x[0],), (dtype,), node)
+
+
+def _slice(node: Node, x: list[Expression]) -> Expression:
+    bounds = _bounds(node)
+    return Expression("slice", (x[0],), bounds, node) if bounds else x[0]
+
+
+def _bounds(node: Node) -> tuple[tuple[int, int, int, int], ...]:
+    """Return what is taken of each axis that is not taken whole: size, start, stop, step."""
+    shape, given = node.operands[0].value.shape, node.parameters
+    if "index" in given:
+        (axis,) = given.get("axes", (0,))
+        start = given["index"] % shape[axis]
+        return ((shape[axis], start, start + 1, 1),)
+    if "result" in given or "split_size" in given or "split_sizes" in given:
+        return _piece(node)
+    starts = given.get("start")
+    if isinstance(starts, tuple):
+        steps = given["step"] or (1,) * len(starts)
+        every = zip(shape, starts, given["stop"], steps, strict=True)
+        return tuple(bound for bound in every if bound[1:] != (0, bound[0], 1))
+    if "axes" not in given:
+        return ()
+    (axis,) = given["axes"]
+    start, stop, step = slice(given.get("start"), given.get("end"), given.get("step")).indices(
+        shape[axis]
+    )
+    return ((shape[axis], start, stop, step),) if (start, stop, step) != (0, shape[axis], 1) else ()
+
+
+def _piece(node: Node) -> tuple[tuple[int, int, int, int], ...]:
+    """Return what one result of a split takes."""
+    shape, given = node.operands[0].value.shape, node.parameters
+    axis = given.get("axis", given.get("axes", (0,)))
+    axis = axis[0] if isinstance(axis, tuple) else axis
+    index = given.get("result", 0)
+    sizes = given.get("sizes", given.get("split_sizes"))
+    if sizes is None:
+        each = given.get("split_size", 1)
+        start = index * each
+        stop = min(start + each, shape[axis])
+    else:
+        start = sum(sizes[:index])
+        stop = start + sizes[index]
+    return ((shape[axis], start, stop, 1),)
+
+
+def _conv(node: Node, x: list[Expression]) -> Expression:
+    given = node.parameters
+    padding = tuple(
+        tuple(pad) if isinstance(pad, tuple) else (pad, pad) for pad in given["padding"]
+    )
+    settings = [("stride", tuple(given["stride"])), ("padding", padding)]
+    settings += [("dilation", tuple(given["dilation"])), ("groups", given["groups"])]
+    inner = Expression("conv", tuple(x[:2]), tuple(settings), node)
+    return inner if len(x) < 3 else total([(1.0, inner), (1.0, x[2])], node)
+
+
+RULES: dict[str, Rule] = {
+    **dict.fromkeys(LAYOUT, _first),
+    "add": _add,
+    "add_any": _add,
+    "sub": _sub,
+    "mul": _mul,
+    "div": _div,
+    "neg": lambda node, x: total([(-1.0, x[0])], node),
+    "square": _power_of(2.0),
+    "sqrt": _power_of(0.5),
+    "rsqrt": _power_of(-0.5),
+    "reciprocal": _power_of(-1.0),
+    "pow": _pow,
+    "sum": _sum,
+    "mean": _mean,
+    "amax": _amax,
+    "max": _max,
+    "erf": _erf,
+    "erfc": _erfc,
+    "dot": _dot,
+    "where": _where,
+    "not": _not,
+    "cast": _cast,
+    "slice": _slice,
+    "element": _slice,
+    "split": _slice,
+    "conv": _conv,
+}

@@ -1,0 +1,245 @@
+"""The smallest parts in which two expressions differ."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from flax_attn.parity.trace.expression import Expression, number, scaled
+from flax_attn.parity.trace.program import Node
+
+# The operations whose operands have no order.
+UNORDERED = ("sum", "product", "dot", "max", "min", "eq", "and", "or")
+
+
+@dataclass(frozen=True)
+class Gap:
+    """One difference.
+
+    Args:
+        operation: operation in which the two sides differ.
+        parameter: what differs: `"factor"`, `"exponent"`, a setting such as `"padding"`, or
+            `"operand"`.
+        flax: what JAX has there; None if nothing.
+        torch: what PyTorch has there; None if nothing.
+    """
+
+    operation: str
+    parameter: str
+    flax: Expression | None
+    torch: Expression | None
+
+
+def gaps(flax: Expression, torch: Expression) -> Iterator[Gap]:
+    """Yield the smallest parts in which two expressions differ; none if they are equal.
+
+    Example:
+        >>> x = Expression("leaf", (), (1,))
+        >>> [gap] = gaps(scaled(0.5, x), scaled(0.25, x))
+        >>> gap.operation, gap.parameter, gap.flax.number, gap.torch.number
+        ('product', 'factor', 0.5, 0.25)
+    """
+    if flax == torch:
+        return
+    torch = _same_cases(flax, torch)
+    if flax.number is not None and torch.number is not None:
+        yield Gap("number", "value", flax, torch)
+        return
+    pair = _as_sums(flax, torch) or _as_products(flax, torch) or (flax, torch)
+    flax, torch = pair
+    if flax.operation != torch.operation or "leaf" in (flax.operation, torch.operation):
+        yield Gap(flax.operation, "operation", flax, torch)
+    elif flax.operation in ("sum", "product"):
+        yield from _weighted(flax, torch)
+    else:
+        yield from _settings(flax, torch)
+        yield from _operands(flax.operation, flax.operands, torch.operands)
+
+
+def _same_cases(flax: Expression, torch: Expression) -> Expression:
+    """Return a choice with the cases in the order of the other side, by the opposite condition."""
+    if flax.operation != "where" or torch.operation != "where":
+        return torch
+    condition, first, second = torch.operands
+    if flax.operands[1:] != (second, first) or first == second:
+        return torch
+    made = condition.origin
+    if made is not None and made.value.dtype == bool:
+        made = Node("not", (made,), ~made.value, place=made.place)
+    opposite = Expression("not", (condition,), (), made)
+    if condition.operation == "not":
+        opposite = condition.operands[0]
+    return Expression("where", (opposite, second, first), torch.settings, torch.origin)
+
+
+def _as_sums(flax: Expression, torch: Expression) -> tuple[Expression, Expression] | None:
+    """Return both as sums if one is a sum that has the other as a term."""
+    for one, other in ((flax, torch), (torch, flax)):
+        if one.operation == "sum" and other.operation != "sum":
+            factor, base = _apart(other)
+            if base in one.operands:
+                single = Expression("sum", (base,), (factor,), other.origin)
+                return (flax, single) if one is flax else (single, torch)
+    return None
+
+
+def _as_products(flax: Expression, torch: Expression) -> tuple[Expression, Expression] | None:
+    """Return both as products if one is a product that has the other as a base."""
+    for one, other in ((flax, torch), (torch, flax)):
+        if one.operation == "product" and other.operation != "product":
+            alone = len(one.operands) == 1 and one.operands[0].operation == other.operation
+            if other in one.operands or alone:
+                single = Expression("product", (other,), (1.0, 1.0), other.origin)
+                return (flax, single) if one is flax else (single, torch)
+    return None
+
+
+def _apart(term: Expression) -> tuple[float, Expression]:
+    if term.operation == "product" and term.settings[0] != 1:
+        return term.settings[0], scaled(1 / term.settings[0], term)
+    return 1.0, term
+
+
+def _weighted(flax: Expression, torch: Expression) -> Iterator[Gap]:
+    """Yield the gaps of two sums or of two products."""
+    operation = flax.operation
+    word = "factor" if operation == "sum" else "exponent"
+    ours, theirs = list(flax.settings), list(torch.settings)
+    if operation == "product":
+        first, second = ours.pop(0), theirs.pop(0)
+        if first != second:
+            yield Gap(operation, "factor", number(first, flax.origin), number(second, torch.origin))
+    here = dict(zip(flax.operands, ours, strict=True))
+    there = dict(zip(torch.operands, theirs, strict=True))
+    for base in [base for base in here if base in there]:
+        own, other = here.pop(base), there.pop(base)
+        if own != other:
+            kind = "constant" if base.number is not None else word
+            yield Gap(operation, kind, number(own, flax.origin), number(other, torch.origin))
+    # Constants pair with one another, and terms with those that have most in common with them.
+    for base, other in _paired(list(here), list(there)):
+        if base is not None and other is not None:
+            own, its = here[base], there[other]
+            if operation == "sum":
+                if base.number is not None and other.number is not None:
+                    base, other = number(own, flax.origin), number(its, torch.origin)
+                else:
+                    base, other = scaled(own, base), scaled(its, other)
+                yield from (
+                    [Gap("sum", "term", base, other)]
+                    if base.number is not None
+                    else gaps(base, other)
+                )
+                continue
+            if own != its:
+                yield Gap(operation, word, number(own, flax.origin), number(its, torch.origin))
+            yield from gaps(base, other)
+            continue
+        yield Gap(
+            operation,
+            "term" if operation == "sum" else "base",
+            None if base is None else _weighed(operation, here[base], base),
+            None if other is None else _weighed(operation, there[other], other),
+        )
+
+
+def _weighed(operation: str, weight: float, base: Expression) -> Expression:
+    if operation == "sum":
+        return scaled(weight, base, base.origin)
+    return base if weight == 1 else Expression("product", (base,), (1.0, weight), base.origin)
+
+
+def _settings(flax: Expression, torch: Expression) -> Iterator[Gap]:
+    if flax.settings == torch.settings:
+        return
+    ours, theirs = _named(flax.settings), _named(torch.settings)
+    for name in sorted({*ours, *theirs}):
+        if ours.get(name) == theirs.get(name):
+            continue
+        here = Expression("setting", (), (ours.get(name),), flax.origin)
+        there = Expression("setting", (), (theirs.get(name),), torch.origin)
+        yield Gap(flax.operation, name, here, there)
+
+
+def _named(settings: Sequence) -> dict[str, object]:
+    named = [pair for pair in settings if isinstance(pair, tuple) and len(pair) == 2]
+    strings = [pair for pair in named if isinstance(pair[0], str)]
+    if len(strings) == len(settings):
+        return dict(strings)
+    return {"over": tuple(settings)}
+
+
+def _operands(
+    operation: str, flax: Sequence[Expression], torch: Sequence[Expression]
+) -> Iterator[Gap]:
+    if operation not in UNORDERED and len(flax) == len(torch):
+        pairs: list = list(zip(flax, torch, strict=True))
+        # The same operands in another order are one gap, not one for each place.
+        if sorted(map(hash, flax)) == sorted(map(hash, torch)) and tuple(flax) != tuple(torch):
+            here = Expression("order", tuple(flax), (operation,), flax[0].origin)
+            there = Expression("order", tuple(torch), (operation,), torch[0].origin)
+            yield Gap(operation, "order", here, there)
+            return
+    else:
+        here, there = list(flax), list(torch)
+        for x in list(here):
+            if x in there:
+                here.remove(x)
+                there.remove(x)
+        pairs = _paired(here, there)
+    for one, other in pairs:
+        if one is None or other is None:
+            yield Gap(operation, "operand", one, other)
+        else:
+            yield from gaps(one, other)
+
+
+def _paired(
+    flax: list[Expression], torch: list[Expression]
+) -> list[tuple[Expression | None, Expression | None]]:
+    """Return expressions in pairs, those first that have most in common; then what is left."""
+    fits = []
+    for i, one in enumerate(flax):
+        for j, other in enumerate(torch):
+            fits.append((-_alike(one, other), i, j))
+    found: list[tuple[Expression | None, Expression | None]] = []
+    used_here: set[int] = set()
+    used_there: set[int] = set()
+    for score, i, j in sorted(fits):
+        if i in used_here or j in used_there or score == 0:
+            continue
+        used_here.add(i)
+        used_there.add(j)
+        found.append((flax[i], torch[j]))
+    left = [one for i, one in enumerate(flax) if i not in used_here]
+    right = [other for j, other in enumerate(torch) if j not in used_there]
+    # One of each that are left stand at the same place.
+    if len(left) == 1 and len(right) == 1:
+        return [*found, (left[0], right[0])]
+    found += [(one, None) for one in left]
+    found += [(None, other) for other in right]
+    return found
+
+
+def _alike(one: Expression, other: Expression) -> float:
+    """Return how much two expressions have in common: shared values, then the operation."""
+    here, there = _leaves(one), _leaves(other)
+    shared = len(here & there) / max(len(here | there), 1)
+    same = one.operation == other.operation
+    return shared + 0.1 * same
+
+
+def _leaves(expression: Expression) -> frozenset:
+    """Return the values that both sides have from which an expression is computed."""
+    found: set[Expression] = set()
+    leaves = []
+    waiting = [expression]
+    while waiting:
+        one = waiting.pop()
+        if one in found:
+            continue
+        found.add(one)
+        if one.operation == "leaf":
+            leaves.append(one)
+        waiting += one.operands
+    return frozenset(leaves)

@@ -1,0 +1,87 @@
+"""What two runs compute differently, as data."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from flax_attn.parity.trace.program import Place
+
+# Numbers that count layers, or bound a slice.
+COUNTED = re.compile(r"(?<=\.)\d+(?=\.)|\[[^\]]*\]|_\d+\b")
+
+
+@dataclass(frozen=True)
+class Side:
+    """What one side has at a difference.
+
+    Args:
+        value: what differs, in plain notation; empty where this side has nothing.
+        expression: the whole expression that it stands in, over values that both sides have.
+        places: lines of source of what differs, the innermost first.
+    """
+
+    value: str
+    expression: str
+    places: tuple[Place, ...]
+
+    @property
+    def place(self) -> str:
+        """The first line of source, as `file:line`; empty where none is known."""
+        return str(self.places[0]) if self.places else ""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the side for JSON."""
+        places = [
+            {"file": place.file, "line": place.line, "source": place.source}
+            for place in self.places
+        ]
+        return {"value": self.value, "expression": self.expression, "places": places}
+
+
+@dataclass(frozen=True)
+class Hypothesis:
+    """One difference between the two programs.
+
+    Args:
+        node: path of the submodule of PyTorch in which it stands; empty at the top.
+        operation: operation that differs.
+        parameter: what differs about it: `"factor"`, `"term"`, `"padding"`, `"layout"`, ...
+        flax: what JAX has.
+        torch: what PyTorch has.
+        also: paths of other submodules with the same difference.
+        note: how the order of JAX's numbers differs from PyTorch's, in words; empty where it does
+            not.
+    """
+
+    node: str
+    operation: str
+    parameter: str
+    flax: Side
+    torch: Side
+    also: tuple[str, ...] = ()
+    note: str = ""
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """What hypotheses of repeated layers and of repeated steps have in common."""
+        # Layers and steps differ in numbers within names and bounds, and in the order of terms.
+        values = []
+        for side in (self.flax, self.torch):
+            words = re.findall(r"[\w.]+", COUNTED.sub("", side.value))
+            values.append(tuple(sorted(words)))
+        places = self.flax.place, self.torch.place
+        return self.operation, self.parameter, *values, *places
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the hypothesis for JSON."""
+        return {
+            "node": self.node,
+            "operation": self.operation,
+            "parameter": self.parameter,
+            "flax": self.flax.as_dict(),
+            "torch": self.torch.as_dict(),
+            "also": list(self.also),
+            "note": self.note,
+        }

@@ -1,0 +1,285 @@
+"""Operations of JAX evaluated in NumPy, which compiles nothing; the others by JAX itself."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+Arrays = Sequence[np.ndarray]
+
+# How an operation is called in plain notation, where JAX has another name for it.
+NAMES: dict[str, str] = {
+    "dot_general": "dot",
+    "reduce_sum": "sum",
+    "reduce_max": "amax",
+    "reduce_min": "amin",
+    "reduce_prod": "prod",
+    "reduce_and": "all",
+    "reduce_or": "any",
+    "select_n": "where",
+    "convert_element_type": "cast",
+    "broadcast_in_dim": "broadcast",
+    "logistic": "sigmoid",
+    "integer_pow": "pow",
+    "concatenate": "concat",
+    "conv_general_dilated": "conv",
+    "rev": "flip",
+    "and": "and",
+    "dynamic_slice": "slice",
+    "split": "split",
+}
+ELEMENTWISE: dict[str, Callable[..., Any]] = {
+    "add": np.add,
+    "add_any": np.add,
+    "sub": np.subtract,
+    "mul": np.multiply,
+    "neg": np.negative,
+    "max": np.maximum,
+    "min": np.minimum,
+    "exp": np.exp,
+    "exp2": np.exp2,
+    "expm1": np.expm1,
+    "log": np.log,
+    "log1p": np.log1p,
+    "tanh": np.tanh,
+    "sin": np.sin,
+    "cos": np.cos,
+    "sqrt": np.sqrt,
+    "abs": np.abs,
+    "sign": np.sign,
+    "floor": np.floor,
+    "ceil": np.ceil,
+    "square": np.square,
+    "is_finite": np.isfinite,
+    "stop_gradient": np.positive,
+    "eq": operator.eq,
+    "ne": operator.ne,
+    "lt": operator.lt,
+    "le": operator.le,
+    "gt": operator.gt,
+    "ge": operator.ge,
+}
+REDUCTIONS: dict[str, Callable[..., Any]] = {
+    "reduce_sum": np.sum,
+    "reduce_max": np.max,
+    "reduce_min": np.min,
+    "reduce_prod": np.prod,
+    "reduce_and": np.all,
+    "reduce_or": np.any,
+}
+
+
+def _transpose(params: Mapping[str, Any], operands: Arrays) -> np.ndarray:
+    return np.transpose(operands[0], params["permutation"])
+
+
+def _reshape(params: Mapping[str, Any], operands: Arrays) -> np.ndarray:
+    return np.reshape(operands[0], params["new_sizes"])
+
+
+def _squeeze(params: Mapping[str, Any], operands: Arrays) -> np.ndarray:
+    return np.squeeze(operands[0], tuple(params["dimensions"]))
+
+
+def _expand(params: Mapping[str, Any], operands: Arrays) -> np.ndarray:
+    return np.expand_dims(operands[0], tuple(params["dimensions"]))
+
+
+def _broadcast(params: Mapping[str, Any], operands: Arrays) -> np.ndarray:
+    shape, kept = params["shape"], params["broadcast_dimensions"]
+    x = operands[0]
+    spread = [1] * len(shape)
+    for axis, size in zip(kept, x.shape, strict=True):
+        spread[axis] = size
+    return np.broadcast_to(x.reshape(spread), shape)
+
+
+def _concatenate(params: Mapping[str, Any], operands: Arrays) -> np.ndarray:
+    return np.concatenate(operands, params["dimension"])
+
+
+def _slice(params: Mapping[str, Any], operands: Arrays) -> np.ndarray:
+    steps = params["strides"] or [1] * len(params["start_indices"])
+    bounds = zip(params["start_indices"], params["limit_indices"], steps, strict=True)
+    return operands[0][tuple(slice(*bound) for bound in bounds)]
+
+
+def _reverse(params: Mapping[str, Any], operands: Arrays) -> np.ndarray:
+    return np.flip(operands[0], tuple(params["dimensions"]))
+
+
+def _select(params: Mapping[str, Any], operands: Arrays) -> np.ndarray:
+    which, *cases = operands
+    if which.dtype != bool:
+        return np.choose(which, cases)
+    return np.where(which, cases[1], cases[0])
+
+
+def _reduce(name: str) -> Callable[[Mapping[str, Any], Arrays], np.ndarray]:
+    function = REDUCTIONS[name]
+    return lambda params, operands: function(operands[0], axis=tuple(params["axes"]))
+
+
+def _power(params: Mapping[str, Any], operands: Arrays) -> np.ndarray:
+    return operands[0] ** params["y"]
+
+
+def _cast(params: Mapping[str, Any], operands: Arrays) -> np.ndarray:
+    return operands[0].astype(params["new_dtype"])
+
+
+def _dot(params: Mapping[str, Any], operands: Arrays) -> np.ndarray:
+    (left_sum, right_sum), (left_batch, right_batch) = params["dimension_numbers"]
+    left, left_free = _as_matrices(operands[0], left_batch, left_sum, last=True)
+    right, right_free = _as_matrices(operands[1], right_batch, right_sum, last=False)
+    batch = tuple(operands[0].shape[axis] for axis in left_batch)
+    return np.matmul(left, right).reshape(batch + left_free + right_free)
+
+
+def _as_matrices(
+    x: np.ndarray, batch: Sequence[int], summed: Sequence[int], last: bool
+) -> tuple[np.ndarray, tuple[int, ...]]:
+    """Return an array as matrices with the summed axes last or first, and its free sizes."""
+    free = [axis for axis in range(x.ndim) if axis not in batch and axis not in summed]
+    order = [*batch, *free, *summed] if last else [*batch, *summed, *free]
+    sizes = tuple(x.shape[axis] for axis in free)
+    rows = int(np.prod([x.shape[axis] for axis in free], dtype=int))
+    inner = int(np.prod([x.shape[axis] for axis in summed], dtype=int))
+    batches = [x.shape[axis] for axis in batch]
+    shape = [*batches, rows, inner] if last else [*batches, inner, rows]
+    return np.transpose(x, order).reshape(shape), sizes
+
+
+RULES: dict[str, Callable[[Mapping[str, Any], Arrays], np.ndarray]] = {
+    "transpose": _transpose,
+    "reshape": _reshape,
+    "squeeze": _squeeze,
+    "expand_dims": _expand,
+    "broadcast_in_dim": _broadcast,
+    "concatenate": _concatenate,
+    "slice": _slice,
+    "rev": _reverse,
+    "select_n": _select,
+    "integer_pow": _power,
+    "convert_element_type": _cast,
+    "dot_general": _dot,
+    **{name: _reduce(name) for name in REDUCTIONS},
+}
+
+
+def function_of(eqn: Any) -> Callable[[Arrays], list[np.ndarray]]:
+    """Return a function of the operands that computes the results of an operation of a jaxpr.
+
+    NumPy computes what it computes as JAX does, in the dtypes that it has; JAX the rest.
+    """
+    rule = _rule_of(eqn)
+    dtypes = [getattr(x.aval, "dtype", None) for x in [*eqn.invars, *eqn.outvars]]
+    known = all(_of_numpy(dtype) for dtype in dtypes)
+    if rule is None or not known:
+        return _bound(eqn)
+    shape, dtype = eqn.outvars[0].aval.shape, eqn.outvars[0].aval.dtype
+
+    def function(operands: Arrays) -> list[np.ndarray]:
+        with np.errstate(all="ignore"):
+            value = np.asarray(rule(operands), dtype)
+        return [value.reshape(shape)]
+
+    return function
+
+
+def _rule_of(eqn: Any) -> Callable[[Arrays], Any] | None:
+    name, params = eqn.primitive.name, eqn.params
+    if name in ELEMENTWISE:
+        elementwise = ELEMENTWISE[name]
+        return lambda operands: elementwise(*operands)
+    if name == "div" and eqn.outvars[0].aval.dtype.kind == "f":
+        return lambda operands: operands[0] / operands[1]
+    if name == "rsqrt":
+        return lambda operands: 1 / np.sqrt(operands[0])
+    if name == "logistic":
+        return lambda operands: 1 / (1 + np.exp(-operands[0]))
+    if name in RULES:
+        rule = RULES[name]
+        return lambda operands: rule(params, operands)
+    return None
+
+
+def _of_numpy(dtype: Any) -> bool:
+    return dtype is not None and np.dtype(dtype).kind in "biuf" if _plain(dtype) else False
+
+
+def _plain(dtype: Any) -> bool:
+    # Neither a key nor a dtype of ml_dtypes.
+    return isinstance(dtype, np.dtype) and dtype.kind in "biuf" and dtype.isbuiltin == 1
+
+
+def _bound(eqn: Any) -> Callable[[Arrays], list[np.ndarray]]:
+    primitive, params = eqn.primitive, eqn.params
+    context = eqn.ctx
+
+    def function(operands: Arrays) -> list[np.ndarray]:
+        with context.manager:
+            given = [_as_jax(operand) for operand in operands]
+            found = primitive.bind(*given, **primitive.get_bind_params(params))
+        results = found if primitive.multiple_results else [found]
+        return [_as_numpy(result) for result in results]
+
+    return function
+
+
+def _as_jax(value: Any) -> Any:
+    return jnp.asarray(value) if isinstance(value, np.ndarray) else value
+
+
+def _as_numpy(value: Any) -> Any:
+    # A key of a random function stays what it is.
+    key = jnp.issubdtype(value.dtype, jnp.inexact) or jnp.issubdtype(value.dtype, jnp.integer)
+    return np.asarray(value) if key or value.dtype == bool else value
+
+
+# The parameters that are shown, by operation: name in JAX, and in plain notation.
+SHOWN = {
+    "integer_pow": {"y": "exponent"},
+    "transpose": {"permutation": "axes"},
+    "reshape": {"new_sizes": "shape"},
+    "broadcast_in_dim": {"shape": "shape", "broadcast_dimensions": "axes"},
+    "concatenate": {"dimension": "axis"},
+    "convert_element_type": {"new_dtype": "dtype"},
+    "rev": {"dimensions": "axes"},
+    "squeeze": {"dimensions": "axes"},
+    "expand_dims": {"dimensions": "axes"},
+    "iota": {"shape": "shape", "dimension": "axis"},
+    "dot_general": {"dimension_numbers": "dimensions"},
+    "conv_general_dilated": {
+        "window_strides": "stride",
+        "padding": "padding",
+        "lhs_dilation": "input_dilation",
+        "rhs_dilation": "dilation",
+        "feature_group_count": "groups",
+    },
+    "slice": {"start_indices": "start", "limit_indices": "stop", "strides": "step"},
+    "cumsum": {"axis": "axis", "reverse": "reverse"},
+    "cumprod": {"axis": "axis", "reverse": "reverse"},
+    "cummax": {"axis": "axis", "reverse": "reverse"},
+    "argmax": {"axes": "axis"},
+    "argmin": {"axes": "axis"},
+    "top_k": {"k": "k"},
+    "sort": {"dimension": "axis"},
+    "split": {"sizes": "sizes", "axis": "axis"},
+    "pad": {"padding_config": "padding"},
+    "reduce_window_max": {"window_dimensions": "window", "window_strides": "stride"},
+    "reduce_window_sum": {"window_dimensions": "window", "window_strides": "stride"},
+    **{name: {"axes": "axes"} for name in REDUCTIONS},
+}
+
+
+def parameters_of(eqn: Any) -> dict[str, Any]:
+    """Return the parameters of an operation that its result depends on, in plain notation."""
+    shown = SHOWN.get(eqn.primitive.name, {})
+    found = {name: eqn.params[own] for own, name in shown.items()}
+    # Its operands are the condition, and the case for False before that for True.
+    return {**found, "false_first": True} if eqn.primitive.name == "select_n" else found

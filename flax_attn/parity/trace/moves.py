@@ -1,0 +1,190 @@
+"""Numbers that both sides have, at other places: which operation moves them, and how."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import islice, permutations
+
+import numpy as np
+
+from flax_attn.parity.trace.align import Alignment, same_array
+from flax_attn.parity.trace.expression import LAYOUT
+from flax_attn.parity.trace.layouts import laid_out
+from flax_attn.parity.trace.notation import plain
+from flax_attn.parity.trace.program import Node
+
+# Operations that move numbers and compute none.
+MOVING = frozenset(
+    {*LAYOUT, "slice", "split", "element", "concat", "stack", "flip", "roll", "gather", "copy"}
+)
+# Those of them that change no order.
+STILL = frozenset({"broadcast", "squeeze", "expand_dims", "view", "copy", "stop_gradient"})
+# The values that are tried in another layout, and their layouts.
+ANCESTORS, LAYOUTS = 80, 24
+# The most axes and the longest axis whose order is described.
+AXES, LONGEST = 5, 12
+
+
+def narrowed(
+    alignment: Alignment, top: Node, expected: np.ndarray
+) -> tuple[Node, Node, np.ndarray] | None:
+    """Return the first value whose order is wrong: in that of PyTorch, it makes `top` right.
+
+    With it comes the node of PyTorch that has the right order, and the value in that order.
+
+    Args:
+        alignment: values that both runs have.
+        top: node of the JAX run whose value is wrong.
+        expected: its right value.
+    """
+    for node in _ancestors(alignment, top):
+        if _anchored(alignment, node, ours=True):
+            continue
+        current = alignment.value(node)
+        for other in alignment.torch_of[node]:
+            for value in islice(laid_out(other.value, current.shape), LAYOUTS):
+                if same_array(value, current):
+                    continue
+                changed = alignment.flax.rerun({node: value}, alignment.changed, until=top)
+                if top in changed and same_array(changed[top], expected):
+                    return node, other, value
+    return None
+
+
+def _ancestors(alignment: Alignment, top: Node) -> list[Node]:
+    """Return the values that a node depends on and both sides have, in order."""
+    found: set[Node] = set()
+    waiting = [top]
+    while waiting and len(found) < ANCESTORS:
+        for operand in waiting.pop(0).operands:
+            if operand not in found and operand.operands:
+                found.add(operand)
+                waiting.append(operand)
+    shared = [node for node in found if node in alignment.torch_of]
+    telling = [node for node in shared if alignment.numbers(node).telling]
+    return sorted(telling, key=lambda node: node.order)
+
+
+def steps(alignment: Alignment, top: Node, ours: bool) -> list[Node]:
+    """Return the operations that move numbers between a node and values in a common order."""
+    found: list[Node] = []
+    seen: set[Node] = set()
+    waiting = list(top.operands)
+    if top.operation in MOVING:
+        found.append(top)
+    while waiting:
+        node = waiting.pop()
+        if node in seen or _anchored(alignment, node, ours):
+            continue
+        seen.add(node)
+        if node.operation in MOVING:
+            found.append(node)
+        waiting += node.operands
+    return sorted(found, key=lambda node: node.order)
+
+
+def _anchored(alignment: Alignment, node: Node, ours: bool) -> bool:
+    """Whether the other side has a value in the same order, but for the order of its axes."""
+    if not node.operands or node.constant:
+        return True
+    if node.operation in MOVING:
+        return False
+    others = alignment.torch_of.get(node, ()) if ours else alignment.flax_of.get(node, ())
+    value = alignment.value(node)
+    for other in others:
+        there = alignment.value(other)
+        if there.size == value.size and same_array(there.reshape(-1), value.reshape(-1)):
+            return True
+        if len(np.squeeze(there).shape) != len(np.squeeze(value).shape):
+            continue
+        if any(same_array(moved, value) for moved in laid_out(there, value.shape)):
+            return True
+    return False
+
+
+def shown(nodes: Sequence[Node]) -> str:
+    """Return operations that move numbers in plain notation, without those that keep the order."""
+    kept = [node for node in nodes if node.operation not in STILL] or list(nodes)
+    return ", then ".join(_shown(node) for node in kept)
+
+
+def _shown(node: Node) -> str:
+    if node.operation == "slice" and isinstance(node.parameters.get("start"), tuple):
+        bounds = zip(node.parameters["start"], node.parameters["stop"], strict=True)
+        shape = node.operands[0].value.shape
+        parts = []
+        for (start, stop), size in zip(bounds, shape, strict=True):
+            parts.append(":" if (start, stop) == (0, size) else f"{start}:{stop}")
+        return f"slice [{', '.join(parts)}]"
+    given = [f"{name}={plain(value)}" for name, value in node.parameters.items()]
+    if node.operation in ("reshape", "transpose"):
+        given = [plain(value) for value in node.parameters.values()]
+    return f"{node.operation} {' '.join(given)}".strip()
+
+
+def relation(flax: np.ndarray, torch: np.ndarray) -> str:
+    """Return in words how the order of one array differs from that of another of its shape.
+
+    Example:
+        >>> x = np.arange(12.0).reshape(3, 4) ** 2 + 1
+        >>> relation(np.roll(x, 1, 1), x), relation(x[::-1], x), relation(x, x)
+        ('axis 1 is rolled by 1', 'axis 0 is reversed', '')
+    """
+    for order in _permutations(torch):
+        if order != tuple(range(torch.ndim)) and same_array(flax, torch.transpose(order)):
+            return f"its axes are those of torch in the order {plain(order)}"
+    index = _index_map(flax, torch)
+    if index is None:
+        return ""
+    parts = []
+    for axis, own in enumerate(index):
+        along = _along(own, axis)
+        if along is None:
+            return ""
+        if (along != np.arange(len(along))).any():
+            parts.append(_described(along, axis))
+    return "; ".join(parts)
+
+
+def _permutations(array: np.ndarray) -> Iterator[tuple[int, ...]]:
+    if array.ndim > AXES:
+        return
+    for order in permutations(range(array.ndim)):
+        if tuple(array.shape[axis] for axis in order) == array.shape:
+            yield order
+
+
+def _index_map(flax: np.ndarray, torch: np.ndarray) -> list[np.ndarray] | None:
+    """Return for each axis where each number of one array stands in the other."""
+    if flax.shape != torch.shape or len(np.unique(torch)) != torch.size:
+        return None
+    from_flax = np.argsort(flax.reshape(-1), kind="stable")
+    from_torch = np.argsort(torch.reshape(-1), kind="stable")
+    index = np.empty(flax.size, int)
+    index[from_flax] = from_torch
+    return [own.reshape(flax.shape) for own in np.unravel_index(index, flax.shape)]
+
+
+def _along(index: np.ndarray, axis: int) -> np.ndarray | None:
+    """Return an index along its own axis, if it depends on no other."""
+    lines = np.moveaxis(index, axis, 0).reshape(index.shape[axis], -1)
+    return lines[:, 0] if (lines == lines[:, :1]).all() else None
+
+
+def _described(along: np.ndarray, axis: int) -> str:
+    size = len(along)
+    straight = np.arange(size)
+    if (along == straight[::-1]).all():
+        return f"axis {axis} is reversed"
+    shift = int(along[0])
+    if (along == (straight + shift) % size).all():
+        rolled = -shift if shift <= size // 2 else size - shift
+        return f"axis {axis} is rolled by {rolled}"
+    for first in range(2, size):
+        if size % first == 0:
+            other = straight.reshape(first, size // first).T.reshape(-1)
+            if (along == other).all():
+                parts = plain((size // first, first)), plain((first, size // first))
+                return f"axis {axis} of {size} is split as {parts[0]}, in torch as {parts[1]}"
+    listed = along.tolist() if size <= LONGEST else [*along[:LONGEST].tolist(), "..."]
+    return f"axis {axis} is in the order {', '.join(map(str, listed))} of torch"

@@ -1,0 +1,278 @@
+"""Expressions in plain notation."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from flax_attn.parity.trace.align import Alignment
+from flax_attn.parity.trace.expression import Expression, scaled
+from flax_attn.parity.trace.program import Node, Place, Program
+
+# The strength with which an operation holds its operands together.
+SUM, PRODUCT, POWER, ATOM = range(4)
+SIGNS = {"lt": "<", "le": "<=", "eq": "==", "ne": "!=", "and": "&", "or": "|"}
+ASSIGNED = re.compile(r"\s*([A-Za-z_]\w*)\s*(?::[^=]+)?=[^=]")
+
+
+# Operations inside the name of a value that has none of its own.
+DEPTH = 3
+# Operations inside one another that are written.
+LEVELS = 12
+
+
+class Names:
+    """Names of the values that both runs have.
+
+    A value has the name of the parameter or input that it is, of the submodule that returns it, or
+    of the variable that it is assigned to; any other is written out.
+
+    Args:
+        nodes: the PyTorch node whose name a shared value takes, by its number.
+        alignment: values that both runs have.
+        built: function that returns the expression of a PyTorch node.
+        module: path of the submodule in which the names stand: what is in it is named from there.
+    """
+
+    def __init__(
+        self,
+        nodes: Mapping[int, Node],
+        alignment: Alignment,
+        built: Callable[[Node], Expression],
+        module: str = "",
+    ):
+        self._nodes, self._built = nodes, built
+        self._inside = f"{module}." if module else ""
+        self._alignment = alignment
+        self._ours = _last_of_lines(alignment.flax)
+        self._theirs = _last_of_lines(alignment.torch)
+        self._names: dict[int, str] = {}
+        self._depth = 0
+        # How many expressions are being written inside one another.
+        self.level = 0
+
+    def __getitem__(self, leaf: int) -> tuple[str, int]:
+        """Return the name of a shared value, and how strongly it holds together."""
+        node = self._nodes[leaf]
+        name = self._own_name(node)
+        if not name:
+            return self._written(node)
+        if leaf not in self._names:
+            self._names[leaf] = self._unique(name.removeprefix(self._inside))
+        return self._names[leaf], ATOM
+
+    def _own_name(self, node: Node) -> str:
+        others = self._alignment.flax_of.get(node, ())
+        same = [other for one in others for other in self._alignment.torch_of[one]]
+        for other in [node, *same]:
+            if other.name or other in self._theirs:
+                return other.name.removeprefix("parameter ") or self._theirs[other]
+        return next((self._ours[other] for other in others if other in self._ours), "")
+
+    def _unique(self, name: str) -> str:
+        taken = set(self._names.values())
+        count = 1
+        unique = name
+        while unique in taken:
+            count += 1
+            unique = f"{name}_{count}"
+        return unique
+
+    def _written(self, node: Node) -> tuple[str, int]:
+        if self._depth == DEPTH:
+            line = f" of line {node.place.line}" if node.place else ""
+            return f"[{node.operation}{line}]", ATOM
+        self._depth += 1
+        try:
+            return _with_strength(self._built(node), self)
+        finally:
+            self._depth -= 1
+
+
+def _last_of_lines(program: Program) -> dict[Node, str]:
+    """Return the names of the last values of submodules, and of lines that assign a variable."""
+    modules: dict[str, Node] = {}
+    lines: dict[Place, Node] = {}
+    for node in program.nodes:
+        if node.place is None or not node.operands:
+            continue
+        lines[node.place] = node
+        path = node.place.module
+        while path:
+            modules[path] = node
+            path = path.rpartition(".")[0]
+    found = {}
+    for place, node in lines.items():
+        assigned = ASSIGNED.match(place.source)
+        if assigned:
+            found[node] = assigned[1]
+    # Of submodules that return the same value, the innermost comes last.
+    for path in sorted(modules, key=len):
+        found[modules[path]] = path
+    return found
+
+
+def text(expression: Expression, names: Names) -> str:
+    """Return an expression in plain notation."""
+    return _with_strength(expression, names)[0]
+
+
+def _text(x: Expression, names: Names, within: int) -> str:
+    found, strength = _with_strength(x, names)
+    return f"({found})" if strength < within else found
+
+
+def _with_strength(x: Expression, names: Names) -> tuple[str, int]:
+    if names.level > LEVELS:
+        return "...", ATOM
+    names.level += 1
+    try:
+        return _written(x, names)
+    finally:
+        names.level -= 1
+
+
+def _written(x: Expression, names: Names) -> tuple[str, int]:
+    if x.operation == "leaf":
+        return names[x.settings[0]]
+    if x.operation == "sum":
+        return _sum(x, names), SUM
+    if x.operation == "product":
+        return _statistic(x, names) or _product(x, names)
+    if x.operation in SIGNS and len(x.operands) == 2:
+        left, right = (_text(operand, names, PRODUCT) for operand in x.operands)
+        return f"{left} {SIGNS[x.operation]} {right}", SUM
+    if x.operation == "dot":
+        left, right = (_text(operand, names, POWER) for operand in x.operands)
+        return f"{left} @ {right}", PRODUCT
+    return _call(x, names), ATOM
+
+
+def _statistic(x: Expression, names: Names) -> tuple[str, int] | None:
+    """Return a mean, or a variance, which are sums over a number."""
+    if len(x.operands) != 1 or x.operands[0].operation != "sum_over" or x.settings[1] != 1:
+        return None
+    summed = x.operands[0]
+    sizes = summed.settings[0]
+    if abs(x.settings[0] * math.prod(sizes) - 1) > 1e-9:
+        return None
+    inner = summed.operands[0]
+    over = f"over {plain(sizes)}"
+    centred = _centred(inner, sizes)
+    if centred is not None:
+        return f"var({text(centred, names)}, {over})", ATOM
+    return f"mean({text(inner, names)}, {over})", ATOM
+
+
+def _centred(squares: Expression, sizes: tuple[int, ...]) -> Expression | None:
+    """Return `x` of `(x - mean(x))**2`."""
+    if squares.operation != "product" or squares.settings != (1.0, 2.0):
+        return None
+    difference = squares.operands[0]
+    if difference.operation != "sum" or len(difference.operands) != 2:
+        return None
+    for x, mean in (difference.operands, difference.operands[::-1]):
+        summed = Expression("sum_over", (x,), (sizes,))
+        if mean == summed or mean.operation == "leaf":
+            return x
+    return None
+
+
+def _sum(x: Expression, names: Names) -> str:
+    terms = list(zip(x.settings, x.operands, strict=True))
+    # Numbers come last, and what is added before what is subtracted.
+    terms.sort(key=lambda pair: (pair[0] < 0, pair[1].number is not None))
+    parts = []
+    for factor, term in terms:
+        shown = _text(scaled(abs(factor), term), names, PRODUCT)
+        sign = "-" if factor < 0 else "+"
+        if parts:
+            parts.append(f"{sign} {shown}")
+        else:
+            parts.append(f"-{shown}" if factor < 0 else shown)
+    return " ".join(parts)
+
+
+def _product(x: Expression, names: Names) -> tuple[str, int]:
+    above, below = [], []
+    for base, exponent in zip(x.operands, x.settings[1:], strict=True):
+        shown = _power(base, abs(exponent), names)
+        (above if exponent > 0 else below).append(shown)
+    factor = x.settings[0]
+    if factor != 1:
+        above.append(plain(factor))
+    top = " * ".join(above) or "1"
+    if not below:
+        return top, PRODUCT if len(above) > 1 else ATOM
+    bottom = below[0] if len(below) == 1 else f"({' * '.join(below)})"
+    return f"{top} / {bottom}", PRODUCT
+
+
+def _power(base: Expression, exponent: float, names: Names) -> str:
+    if exponent == 1:
+        return _text(base, names, POWER)
+    if exponent == 0.5:
+        return f"sqrt({_text(base, names, SUM)})"
+    return f"{_text(base, names, ATOM)}**{plain(exponent)}"
+
+
+def _call(x: Expression, names: Names) -> str:
+    if x.number is not None:
+        return plain(x.number)
+    if x.operation == "setting":
+        return plain(x.settings[0])
+    if x.operation in ("source", "constant"):
+        return str(x.settings[0]).removeprefix("parameter ")
+    inner = [_text(operand, names, SUM) for operand in x.operands]
+    if x.operation == "order":
+        return f"{x.settings[0]}({', '.join(inner)})"
+    if x.operation == "slice":
+        return f"{_text(x.operands[0], names, ATOM)}[{_bounds(x.settings)}]"
+    if x.operation == "moved":
+        return f"{_text(x.operands[0], names, ATOM)}'"
+    if x.operation == "cast":
+        return f"{x.settings[0]}({inner[0]})"
+    name = "sum" if x.operation == "sum_over" else x.operation
+    return f"{name}({', '.join([*inner, *_settings(x)])})"
+
+
+def _settings(x: Expression) -> list[str]:
+    if x.operation in ("sum_over", "amax", "softmax"):
+        sizes = x.settings[0]
+        return [f"over {plain(sizes)}"]
+    shown = []
+    for setting in x.settings:
+        if isinstance(setting, tuple) and len(setting) == 2 and isinstance(setting[0], str):
+            name, value = setting
+            shown.append(f"over {plain(value)}" if name == "over" else f"{name}={plain(value)}")
+        else:
+            shown.append(plain(setting))
+    return shown
+
+
+def _bounds(bounds: tuple) -> str:
+    shown = []
+    for size, start, stop, step in bounds:
+        by = f":{step}" if step != 1 else ""
+        shown.append(f"{start}:{stop}{by} of {size}")
+    return ", ".join(shown)
+
+
+def plain(value: Any) -> str:
+    """Return a number, or a few of them, as it is written.
+
+    Example:
+        >>> plain(1.0), plain(1e-06), plain((24,)), plain((2, 3))
+        ('1', '1e-06', '24', '(2, 3)')
+    """
+    if isinstance(value, bool) or value is None:
+        return str(value)
+    if isinstance(value, tuple) and len(value) == 1:
+        return plain(value[0])
+    if isinstance(value, tuple):
+        return f"({', '.join(plain(inner) for inner in value)})"
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return str(value)

@@ -1,0 +1,211 @@
+"""A run as a graph of operations with values and source lines, the same for both frameworks."""
+
+from __future__ import annotations
+
+import heapq
+import linecache
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+# A line in one of these is not where a user wrote an operation.
+LIBRARIES = (
+    "jax",
+    "jaxlib",
+    "flax",
+    "haiku",
+    "equinox",
+    "einops",
+    "optax",
+    "torch",
+    "numpy",
+    "contextlib",
+    "functools",
+)
+# The harness, and the table of variants that calls it.
+HARNESS = ("parity", "proof")
+PYTHON = str(Path(linecache.__file__).parent)
+PACKAGE = str(Path(__file__).parents[2])
+
+
+@dataclass(frozen=True)
+class Place:
+    """A line of source in which an operation stands.
+
+    Args:
+        file: path of the file.
+        line: number of the line.
+        module: dotted path of the innermost submodule that was called; empty at the top.
+    """
+
+    file: str
+    line: int
+    module: str = ""
+
+    @property
+    def source(self) -> str:
+        """The text of the line; empty where the file cannot be read."""
+        return linecache.getline(self.file, self.line).strip()
+
+    def __str__(self) -> str:
+        """Return the name of the file and the line."""
+        return f"{Path(self.file).name}:{self.line}"
+
+
+@dataclass(eq=False)
+class Node:
+    """One value of a run, and the operation that computes it.
+
+    Args:
+        operation: name of the operation in plain notation: `"mul"`, `"dot"`, `"transpose"`; of what
+            is given to the run, `"source"` or `"constant"`.
+        operands: nodes of the operands.
+        value: array that was computed.
+        parameters: what the operation depends on beside its operands, such as axes.
+        place: line of source; None where it is not known.
+        name: name of a source: `"input 0"`, `"norm.weight"`.
+        order: position in the execution.
+        compute: function that computes the value from those of the operands; None where a run
+            cannot be repeated.
+    """
+
+    operation: str
+    operands: tuple[Node, ...]
+    value: np.ndarray
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    place: Place | None = None
+    name: str = ""
+    order: int = -1
+    compute: Callable[[Sequence[np.ndarray]], np.ndarray] | None = None
+
+    @property
+    def floating(self) -> bool:
+        """Whether the value has a floating dtype."""
+        return self.value.dtype.kind == "f"
+
+    @cached_property
+    def constant(self) -> bool:
+        """Whether all elements of the value are the same number."""
+        flat = self.value.reshape(-1)
+        return bool(flat.size == 0 or (flat == flat[0]).all())
+
+    def __repr__(self) -> str:
+        """Return the operation in short, for a debugger."""
+        shape = list(self.value.shape)
+        return f"<{self.order} {self.name or self.operation} {shape} at {self.place}>"
+
+
+@dataclass
+class Program:
+    """The operations of one run, in the order in which they ran.
+
+    Args:
+        nodes: every value, operands before what is computed of them.
+        outputs: nodes of the outputs, by name.
+    """
+
+    nodes: list[Node]
+    outputs: dict[str, Node]
+
+    def __post_init__(self):
+        for order, node in enumerate(self.nodes):
+            node.order = order
+
+    @cached_property
+    def users(self) -> dict[Node, list[Node]]:
+        """The nodes that take a node as an operand."""
+        found: dict[Node, list[Node]] = {node: [] for node in self.nodes}
+        for node in self.nodes:
+            for operand in dict.fromkeys(node.operands):
+                found[operand].append(node)
+        return found
+
+    @cached_property
+    def varying(self) -> set[Node]:
+        """The nodes that depend on what the run is given."""
+        found: set[Node] = set()
+        for node in self.nodes:
+            if node.operation == "source" or any(operand in found for operand in node.operands):
+                found.add(node)
+        return found
+
+    def downstream(self, start: Iterable[Node]) -> Iterator[Node]:
+        """Yield the nodes that depend on some nodes, in order, without these."""
+        given = set(start)
+        waiting: list[tuple[int, Node]] = []
+        seen = set(given)
+        for node in given:
+            self._wait(node, waiting, seen)
+        while waiting:
+            _, node = heapq.heappop(waiting)
+            yield node
+            self._wait(node, waiting, seen)
+
+    def _wait(self, node: Node, waiting: list[tuple[int, Node]], seen: set[Node]) -> None:
+        for user in self.users[node]:
+            if user not in seen:
+                seen.add(user)
+                heapq.heappush(waiting, (user.order, user))
+
+    def rerun(
+        self,
+        replaced: Mapping[Node, np.ndarray],
+        known: Mapping[Node, np.ndarray],
+        most: int | None = None,
+        until: Node | None = None,
+    ) -> dict[Node, np.ndarray]:
+        """Return the values that change when some are replaced, those included.
+
+        Args:
+            replaced: new values of nodes.
+            known: values that take the place of those of the run.
+            most: largest number of operations that run again; None is all.
+            until: last operation that runs again; None is all.
+        """
+        changed = dict(replaced)
+        for node in islice(self.downstream(replaced), most):
+            if until is not None and node.order > until.order:
+                break
+            if node.compute is None:
+                continue
+            operands = []
+            for operand in node.operands:
+                value = known.get(operand, operand.value)
+                operands.append(changed.get(operand, value))
+            changed[node] = node.compute(operands)
+        return changed
+
+
+def user_frame(frames: Iterable[tuple[str, int]]) -> tuple[str, int] | None:
+    """Return the innermost file and line that stand in no library; None if all do."""
+    return next((frame for frame in frames if not in_library(frame[0])), None)
+
+
+_KNOWN: dict[str, bool] = {}
+
+
+def in_library(file: str) -> bool:
+    """Whether a file belongs to a framework, to Python or to the harness."""
+    if file not in _KNOWN:
+        _KNOWN[file] = _is_library(file)
+    return _KNOWN[file]
+
+
+def _is_library(file: str) -> bool:
+    if file.startswith("<"):
+        return True
+    if file.startswith(PACKAGE):
+        parts = Path(file).relative_to(PACKAGE).parts
+        return parts[0] in HARNESS
+    for name in LIBRARIES:
+        found = getattr(sys.modules.get(name), "__file__", None)
+        folder = str(Path(found).parent) if found else None
+        if folder and folder != PYTHON and file.startswith(f"{folder}/"):
+            return True
+    return file.startswith(f"{PYTHON}/") and "site-packages" not in file

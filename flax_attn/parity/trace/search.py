@@ -1,0 +1,271 @@
+"""Find the operations that make the two runs differ: what they return is replaced, and all agrees.
+
+A value of the JAX run is replaced by one of the PyTorch run, and what depends on it runs again.
+Where that makes later values agree that did not, both are the same quantity, computed differently:
+the difference lies between them and the last values that agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from flax_attn.parity.adapters.adapter import Arrays
+from flax_attn.parity.trace.align import Alignment, cone, same_array
+from flax_attn.parity.trace.expression import LAYOUT
+from flax_attn.parity.trace.layouts import laid_out
+from flax_attn.parity.trace.program import Node, Program
+
+# The most operations between values that agree and a value that is replaced.
+DEEPEST = 40
+# The operations that run again to see whether a replacement changes anything for the better.
+NEXT = 16
+# The replacements that are tried in one search, and those that are made.
+TRIED, MADE = 3000, 24
+# Those that make something agree, of which the best is taken.
+COMPARED = 24
+# Values that agree after a replacement by chance are fewer.
+SURE = 3
+SKIPPED = frozenset({*LAYOUT, "source", "constant", "element", "slice", "split", "copy"})
+
+
+@dataclass(frozen=True)
+class Repair:
+    """A value of the JAX run that is computed differently in PyTorch.
+
+    Args:
+        flax: node of the JAX run.
+        torch: node of the PyTorch run that is the same quantity.
+        before: the alignment before it was replaced.
+        value: value of PyTorch in the layout of the node of the JAX run.
+    """
+
+    flax: Node
+    torch: Node
+    before: Alignment
+    value: np.ndarray
+
+
+@dataclass(frozen=True)
+class Search:
+    """What was replaced, and whether all outputs agree after it.
+
+    Args:
+        repairs: replacements, in the order of the run.
+        alignment: values that agree after them.
+        wrong: names of the outputs that still differ.
+    """
+
+    repairs: list[Repair]
+    alignment: Alignment
+    wrong: list[str]
+
+
+def search(flax: Program, torch: Program, expected: Arrays | None = None) -> Search:
+    """Return the replacements after which the outputs of two runs agree, as far as there are any.
+
+    Args:
+        flax: run of JAX.
+        torch: run of PyTorch, with outputs of the same names.
+        expected: the right outputs of JAX; None are those of PyTorch.
+    """
+    right = {name: node.value for name, node in torch.outputs.items()}
+    alignment = Alignment(flax, torch, right if expected is None else expected)
+    repairs: list[Repair] = []
+    while len(repairs) < MADE:
+        wrong = wrong_outputs(alignment)
+        found = _next_repair(alignment, wrong) if wrong else None
+        if found is None:
+            break
+        repair, changed = found
+        repairs.append(repair)
+        alignment = alignment.with_changed(changed)
+    repairs.sort(key=lambda repair: repair.torch.order)
+    return Search(repairs, alignment, wrong_outputs(alignment))
+
+
+def wrong_outputs(alignment: Alignment) -> list[str]:
+    """Return the names of the outputs that differ."""
+    found = []
+    for name, node in alignment.flax.outputs.items():
+        if not same_array(alignment.value(node), alignment.expected[name]):
+            found.append(name)
+    return found
+
+
+def _next_repair(
+    alignment: Alignment, wrong: Sequence[str]
+) -> tuple[Repair, dict[Node, np.ndarray]] | None:
+    """Return the replacement after which most values agree, with the values that it changes."""
+    ours = cone([alignment.flax.outputs[name] for name in wrong], alignment.torch_of)
+    theirs = cone([alignment.torch.outputs[name] for name in wrong], alignment.flax_of)
+    best: tuple[Repair, dict[Node, np.ndarray]] | None = None
+    most = passed = 0
+    for flax, torch in _candidates(alignment, ours, theirs):
+        found = _tried(alignment, flax, torch, set(theirs))
+        if found is None:
+            continue
+        gain, changed, certain = found
+        repair = Repair(flax, torch, alignment, changed[flax])
+        if certain:
+            return repair, _with_repeats(alignment, repair, changed)
+        passed += 1
+        if best is None or gain > most:
+            best, most = (repair, changed), gain
+        if passed == COMPARED:
+            break
+    return best or _output_repair(alignment, wrong)
+
+
+def _with_repeats(
+    alignment: Alignment, repair: Repair, changed: dict[Node, np.ndarray]
+) -> dict[Node, np.ndarray]:
+    """Return the values that change when what the same line computes again is replaced as well."""
+    own = repair.flax
+    current = alignment.value(own)
+    repeats = {own: repair.value}
+    for node in alignment.flax.nodes:
+        same = node.place == own.place or _same_line(node, own)
+        if node is own or not same or node.operation != own.operation:
+            continue
+        value = alignment.value(node)
+        if value.shape == current.shape and np.array_equal(value, current):
+            repeats[node] = repair.value
+    if len(repeats) == 1:
+        return changed
+    return alignment.flax.rerun(repeats, alignment.changed)
+
+
+def _same_line(one: Node, other: Node) -> bool:
+    if one.place is None or other.place is None:
+        return False
+    return (one.place.file, one.place.line) == (other.place.file, other.place.line)
+
+
+def _output_repair(
+    alignment: Alignment, wrong: Sequence[str]
+) -> tuple[Repair, dict[Node, np.ndarray]] | None:
+    """Return the replacement of an output whose numbers agree, in another order."""
+    for name in wrong:
+        ours, right = alignment.flax.outputs[name], alignment.expected[name]
+        if ours.value.shape == right.shape:
+            theirs = alignment.torch.outputs[name]
+            return Repair(ours, theirs, alignment, right), {ours: right}
+    return None
+
+
+def _candidates(
+    alignment: Alignment, ours: Sequence[Node], theirs: Sequence[Node]
+) -> Iterator[tuple[Node, Node]]:
+    """Yield pairs of nodes that may be the same quantity, those near to agreeing values first."""
+    depths = _depths(ours, alignment.flax) | _depths(theirs, alignment.torch)
+    here = [node for node in ours if _is_candidate(node, depths)]
+    there = [node for node in theirs if _is_candidate(node, depths)]
+    shared = {node: frozenset(_leaves(node, depths)) for node in [*here, *there]}
+    classes = {
+        node: alignment.torch_of[node][0]
+        for node in alignment.flax.nodes
+        if node in alignment.torch_of
+    }
+    pairs = []
+    for flax in here:
+        ours_leaves = {classes.get(leaf, leaf) for leaf in shared[flax]}
+        for torch in there:
+            if flax.value.size != torch.value.size:
+                continue
+            theirs_leaves = {_class(alignment, leaf) for leaf in shared[torch]}
+            common = len(ours_leaves & theirs_leaves) / max(len(ours_leaves | theirs_leaves), 1)
+            pairs.append((depths[flax] + depths[torch], -common, flax.order, flax, torch))
+    pairs.sort(key=lambda pair: pair[:3])
+    for *_, flax, torch in pairs[:TRIED]:
+        yield flax, torch
+
+
+def _class(alignment: Alignment, leaf: Node) -> Node:
+    """Return the node that stands for all that hold the numbers of a node of PyTorch."""
+    others = alignment.flax_of.get(leaf)
+    return alignment.torch_of[others[0]][0] if others else leaf
+
+
+def _leaves(node: Node, inside: Mapping[Node, int]) -> set[Node]:
+    """Return the values that agree from which a node is computed."""
+    found: set[Node] = set()
+    waiting = [node]
+    seen: set[Node] = set()
+    while waiting:
+        for operand in waiting.pop().operands:
+            if operand not in inside:
+                found.add(operand)
+            elif operand not in seen:
+                seen.add(operand)
+                waiting.append(operand)
+    return found
+
+
+def _is_candidate(node: Node, depths: dict[Node, int]) -> bool:
+    shown = node.operation not in SKIPPED or not any(x in depths for x in node.operands)
+    return node.floating and shown and bool(node.operands) and depths[node] <= DEEPEST
+
+
+def _depths(nodes: Sequence[Node], program: Program) -> dict[Node, int]:
+    """Return how many operations lie between values that agree and each node."""
+    found: dict[Node, int] = {}
+    for node in nodes:
+        inner = [found[operand] for operand in node.operands if operand in found]
+        # What makes a mask or a table is one step, however long it is.
+        moves = node.operation in LAYOUT or node not in program.varying
+        own = 0 if moves else 1
+        found[node] = max(inner, default=0) + own
+    return found
+
+
+def _tried(
+    alignment: Alignment, flax: Node, torch: Node, theirs: set[Node]
+) -> tuple[int, dict[Node, np.ndarray], bool] | None:
+    """Return what a replacement makes agree, in the layout in which it does; None if nothing."""
+    known = alignment.changed
+    current = alignment.value(flax)
+    for value in laid_out(torch.value, current.shape):
+        near = alignment.flax.rerun({flax: value}, known, NEXT)
+        is_output = any(flax is node for node in alignment.flax.outputs.values())
+        if not is_output and not _agreeing(alignment, near, {flax}, theirs):
+            continue
+        changed = alignment.flax.rerun({flax: value}, known)
+        gain = len(_agreeing(alignment, changed, {flax}, theirs))
+        complete = all(
+            same_array(changed.get(node, alignment.value(node)), alignment.expected[name])
+            for name, node in alignment.flax.outputs.items()
+        )
+        if gain or complete:
+            certain = gain >= SURE or _is_certain(alignment, changed, flax, theirs)
+            return gain, changed, complete or certain
+    return None
+
+
+def _is_certain(
+    alignment: Alignment, changed: dict[Node, np.ndarray], flax: Node, theirs: set[Node]
+) -> bool:
+    """Whether what agrees is computed with other values as well, not of the replaced one alone."""
+    for node, value in changed.items():
+        if node is flax or node.operation in LAYOUT:
+            continue
+        others = [x for x in node.operands if x not in changed and x in alignment.torch_of]
+        telling = any(alignment.numbers(other).telling for other in others)
+        if telling and any(other in theirs for other in alignment.matches_array(value)):
+            return True
+    return False
+
+
+def _agreeing(
+    alignment: Alignment, changed: dict[Node, np.ndarray], given: set[Node], theirs: set[Node]
+) -> set[Node]:
+    """Return the nodes of PyTorch that agree with a changed value and did not before."""
+    found: set[Node] = set()
+    for node, value in changed.items():
+        if node in given or node.operation in LAYOUT:
+            continue
+        matched = alignment.matches_array(value)
+        found |= {other for other in matched if other in theirs}
+    return found

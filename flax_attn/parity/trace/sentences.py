@@ -1,0 +1,90 @@
+"""Hypotheses in words: the only place where a sentence about a difference is written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from flax_attn.parity.trace.hypothesis import Hypothesis, Side
+
+if TYPE_CHECKING:
+    from flax_attn.parity.trace.difference import Difference
+
+# Submodules with the same difference that are named.
+NAMED = 3
+# Characters of an expression that are shown.
+LONGEST = 160
+
+
+def headline(found: Hypothesis) -> str:
+    """Return what differs, in a sentence without an end."""
+    where = found.node or "the whole module"
+    if found.also:
+        more = f" and {len(found.also) - NAMED} more" if len(found.also) > NAMED else ""
+        where = f"{where} (also {', '.join(found.also[:NAMED])}{more})"
+    return f"{where}: {_difference(found)}"
+
+
+def proof(found: Difference) -> str:
+    """Return what the replacements by values of PyTorch prove."""
+    what = "gradients" if found.backward else "outputs"
+    count = len(found.hypotheses)
+    if not count:
+        return f"no operation explains the difference of the {what}"
+    places = "this place" if count == 1 else f"these {count} places"
+    if found.repaired:
+        return f"proof: with the values of PyTorch at {places} all {what} are equal"
+    left = ", ".join(found.remaining[:NAMED])
+    return f"with the values of PyTorch at {places} {left} still differs"
+
+
+def _difference(found: Hypothesis) -> str:
+    ours, theirs = _short(found.flax.value), _short(found.torch.value)
+    if found.parameter == "layout":
+        note = f": in flax {found.note}" if found.note else ""
+        return f"the same numbers are laid out differently{note}"
+    if found.parameter == "expression":
+        return "both compute something else from the same values"
+    if not ours or not theirs:
+        has, lacks, value = ("flax", "torch", ours) if ours else ("torch", "flax", theirs)
+        kind = {"sum": "adds", "product": "multiplies by"}.get(found.operation, "has")
+        return f"{has} {kind} {value}, {lacks} does not"
+    if found.parameter == "constant":
+        return f"flax adds {ours}, torch {theirs}"
+    if found.parameter == "factor":
+        return f"flax multiplies by {ours}, torch by {theirs}"
+    if found.parameter in ("axes", "axis"):
+        return f"flax has the {found.operation} over {ours}, torch over {theirs}"
+    if found.parameter in ("operation", "operand", "term", "base", "order"):
+        return f"flax has {ours}, torch has {theirs}"
+    return f"flax has {found.parameter} {ours}, torch {theirs}"
+
+
+def lines(found: Hypothesis) -> Iterator[str]:
+    """Yield the sentence, and both sides with their lines of source."""
+    yield headline(found)
+    if found.note and found.parameter != "layout":
+        yield f"  {found.note}"
+    for name, side in (("flax ", found.flax), ("torch", found.torch)):
+        if not side.expression:
+            continue
+        yield f"  {name} {_place(side)}  {_short(_shown(found, side))}"
+        if side.places and side.places[0].source:
+            yield f"        {_short(side.places[0].source)}"
+
+
+def _place(side: Side) -> str:
+    if not side.places:
+        return "(no line known)"
+    others = [str(place.line) for place in side.places[1:3]]
+    return f"{side.place}{''.join(f', {line}' for line in others)}"
+
+
+def _shown(found: Hypothesis, side: Side) -> str:
+    if found.parameter == "layout" and side.value:
+        return f"{side.expression}, by {side.value}"
+    return side.expression
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= LONGEST else f"{text[: LONGEST - 4]} ..."

@@ -1,0 +1,152 @@
+"""Names and parameters of ATen operations in plain notation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+# The same numbers, in memory of their own.
+SAME = {"clone", "contiguous", "detach", "alias", "lift_fresh", "lift"}
+NAMES: dict[str, str] = {
+    "mm": "dot",
+    "bmm": "dot",
+    "mv": "dot",
+    "native_dropout": "dropout",
+    "convolution": "conv",
+    "convolution_overrideable": "conv",
+    "cat": "concat",
+    "permute": "transpose",
+    "t": "transpose",
+    "view": "reshape",
+    "_unsafe_view": "reshape",
+    "_reshape_alias": "reshape",
+    "_to_copy": "cast",
+    "to": "cast",
+    "unsqueeze": "expand_dims",
+    "expand": "broadcast",
+    "select": "element",
+    "split_with_sizes": "split",
+    "unbind": "split",
+    "maximum": "max",
+    "minimum": "min",
+    "clamp_min": "max",
+    "clamp_max": "min",
+    "index_select": "gather",
+    "embedding": "gather",
+    "index": "gather",
+    "logical_not": "not",
+    "bitwise_not": "not",
+    "bitwise_and": "and",
+    "logical_and": "and",
+    "bitwise_or": "or",
+    "logical_or": "or",
+    "arange": "iota",
+    "sigmoid": "sigmoid",
+    "reciprocal": "reciprocal",
+}
+# Arguments that say how and not what.
+SETTINGS = {
+    "dtype",
+    "layout",
+    "device",
+    "pin_memory",
+    "memory_format",
+    "non_blocking",
+    "implicit",
+    "generator",
+    "correction",
+}
+HIDDEN = {
+    *SETTINGS,
+    "padding_idx",
+    "scale_grad_by_freq",
+    "sparse",
+    "benchmark",
+    "deterministic",
+    "cudnn_enabled",
+    "allow_tf32",
+    "half_to_float",
+}
+
+
+def name_of(func: Any) -> str:
+    """Return the name of an operation in plain notation.
+
+    Example:
+        >>> name_of(torch.ops.aten.bmm.default), name_of(torch.ops.aten.add_.Tensor)
+        ('dot', 'add')
+    """
+    name = func._schema.name.partition("::")[2]
+    # Operations in place end in an underscore, private ones begin with one.
+    plain = name.rstrip("_") if not name.startswith("__") else name
+    return NAMES.get(plain, plain.lstrip("_"))
+
+
+def parameters_of(
+    func: Any, args: tuple, kwargs: dict, operand: Any, result: Any
+) -> dict[str, Any]:
+    """Return what an operation depends on beside its operands, in the words of JAX.
+
+    Args:
+        func: ATen operation.
+        args: its arguments by position.
+        kwargs: its arguments by name.
+        operand: first tensor that it is given; None if there is none.
+        result: first tensor that it returns.
+    """
+    name = name_of(func)
+    given = _settings(func, args, kwargs)
+    rank = 0 if operand is None else operand.ndim
+    if name == "transpose":
+        return {"axes": _permutation(given, rank)}
+    if name in ("reshape", "broadcast", "iota", "zeros_like", "ones_like"):
+        return {"shape": tuple(result.shape)}
+    if name == "cast":
+        return {"dtype": _plain(result.dtype)}
+    found = {}
+    for key, value in given.items():
+        if key in ("dim", "dims") and rank:
+            axes = value if isinstance(value, tuple | list) else (value,)
+            found["axes"] = tuple(axis % rank for axis in axes)
+        elif key not in ("keepdim",):
+            found[key] = _plain(value)
+    if name in REDUCTIONS and "axes" not in found:
+        found["axes"] = tuple(range(rank))
+    return found
+
+
+REDUCTIONS = ("sum", "mean", "amax", "amin", "prod", "all", "any")
+
+
+def _permutation(given: dict[str, Any], rank: int) -> tuple[int, ...]:
+    if "dims" in given:
+        return tuple(axis % rank for axis in given["dims"])
+    axes = list(range(rank))
+    # `t` takes no axes.
+    first, second = given.get("dim0", 0) % max(rank, 1), given.get("dim1", -1) % max(rank, 1)
+    axes[first], axes[second] = axes[second], axes[first]
+    return tuple(axes)
+
+
+def _settings(func: Any, args: tuple, kwargs: dict) -> dict[str, Any]:
+    """Return the arguments that are neither tensors nor numbers to compute with, by name."""
+    found = {}
+    for i, argument in enumerate(func._schema.arguments):
+        value = args[i] if i < len(args) else kwargs.get(argument.name, argument.default_value)
+        number = str(argument.type) in ("number", "Scalar", "Tensor")
+        if argument.name in HIDDEN or number or value is None or _holds_tensors(value):
+            continue
+        found[argument.name] = value
+    return found
+
+
+def _holds_tensors(value: Any) -> bool:
+    values = value if isinstance(value, list | tuple) else [value]
+    return any(isinstance(inner, torch.Tensor) for inner in values)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, list):
+        return tuple(value)
+    return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
