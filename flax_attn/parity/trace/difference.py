@@ -20,6 +20,7 @@ from flax_attn.parity.trace.expression import LAYOUT, Builder
 from flax_attn.parity.trace.hypothesis import Hypothesis
 from flax_attn.parity.trace.program import Node, Place
 from flax_attn.parity.trace.search import Search, search
+from flax_attn.parity.trace.stops import stopped_gradients
 
 # The hypotheses that are written out in a text.
 WRITTEN = 8
@@ -153,10 +154,11 @@ def difference(pair: Pair) -> Difference:
             "the difference is found by running both sides, and one of these is the recording of an"
             " earlier run. Compare where both frameworks are installed"
         )
-    found = search(runs.flax_forward(pair), runs.torch_forward(pair))
+    traced = runs.traced(pair)
+    found = search(runs.flax_forward(pair, traced), runs.torch_forward(pair))
     if found.repairs or found.wrong:
         return _difference(found)
-    return _backward(pair, found)
+    return _backward(pair, traced, found)
 
 
 def _difference(found: Search, backward: bool = False) -> Difference:
@@ -166,14 +168,14 @@ def _difference(found: Search, backward: bool = False) -> Difference:
     return Difference(hypotheses, tuple(found.wrong), steps, backward, attention)
 
 
-def _backward(pair: Pair, forward: Search) -> Difference:
+def _backward(pair: Pair, traced: Any, forward: Search) -> Difference:
     """Return where the gradients differ, if they do: the outputs agree."""
     same = _difference(forward)
     expected = pair.shared(pair.reference.gradients)
     errors = tolerance.gradient_errors(pair.shared(pair.flax64.gradients), expected)
     if not any(error > tolerance.GRADIENT for error in errors.values()):
         return same
-    stopped = runs.stopped_gradients(pair)
+    stopped = stopped_gradients(pair, traced, forward.alignment)
     if stopped:
         return Difference(tuple(stopped), (), same.steps, True, same.attention)
     flax, torch, values = runs.backward(pair)

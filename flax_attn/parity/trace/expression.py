@@ -17,7 +17,8 @@ import numpy as np
 from flax_attn.parity.trace.program import Node
 
 LAYOUT = frozenset(
-    {"transpose", "reshape", "broadcast", "squeeze", "expand_dims", "view", "stop_gradient"}
+    {"transpose", "reshape", "broadcast", "squeeze", "expand_dims", "view", "detach"}
+    | {"stop_gradient"}
 )
 SWAPPED = {"gt": "lt", "ge": "le"}
 # Numbers of a result that are rounded alike are one number.

@@ -277,6 +277,12 @@ SHOWN = {
 }
 
 
+def name_of(eqn: Any) -> str:
+    """Return the name of an operation in plain notation."""
+    name: str = eqn.primitive.name
+    return NAMES.get(name, name)
+
+
 def parameters_of(eqn: Any) -> dict[str, Any]:
     """Return the parameters of an operation that its result depends on, in plain notation."""
     shown = SHOWN.get(eqn.primitive.name, {})

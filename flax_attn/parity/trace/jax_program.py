@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -109,11 +109,12 @@ class _Builder:
         for i, value in enumerate(found):
             index = {"result": i} if len(found) > 1 else {}
             node = Node(
-                jax_numpy.NAMES.get(eqn.primitive.name, eqn.primitive.name),
+                jax_numpy.name_of(eqn),
                 tuple(given),
                 value,
                 {**parameters, **index},
                 scope.place,
+                equation=eqn,
                 compute=_result(function, i),
             )
             made.append(self.add(node))
@@ -217,6 +218,17 @@ def jax_program(function: Callable[..., Any], sources: Mapping[str, Any]) -> Pro
         sources: parameters and inputs, by name.
     """
     closed, shape = jax.make_jaxpr(function, return_shape=True)(dict(sources))
+    return run_of(closed, sorted(shape), sources)
+
+
+def run_of(closed: Any, outputs: Sequence[str], sources: Mapping[str, Any]) -> Program:
+    """Return the run of a jaxpr of a mapping of arrays.
+
+    Args:
+        closed: jaxpr with its constants.
+        outputs: names of its results, in order.
+        sources: parameters and inputs, by name.
+    """
     builder = _Builder()
     operands = []
     # A mapping is flattened in the order of its keys.
@@ -224,35 +236,23 @@ def jax_program(function: Callable[..., Any], sources: Mapping[str, Any]) -> Pro
         value = np.asarray(sources[name])
         operands.append(builder.add(Node("source", (), value, name=name)))
     results = builder.run(closed.jaxpr, closed.consts, operands, _Scope())
-    return Program(builder.nodes, dict(zip(sorted(shape), results, strict=True)))
+    return Program(builder.nodes, dict(zip(outputs, results, strict=True)))
 
 
-def stops(closed: Any) -> list[Place]:
-    """Return the lines of a program in which a user stops gradients."""
-    found: dict[tuple[str, int], Place] = {}
-    _find_stops(closed.jaxpr, _Scope(), found)
-    return list(found.values())
+def evaluated(
+    jaxpr: Any,
+    consts: Sequence[Any],
+    arguments: Sequence[Any],
+    stopped: Collection[tuple[int, int]],
+) -> list[Any]:
+    """Return the results of a jaxpr that stops other gradients than it says, to differentiate.
 
-
-def _find_stops(jaxpr: Any, scope: _Scope, found: dict[tuple[str, int], Place]) -> None:
-    for eqn in jaxpr.eqns:
-        here = _scope_of(eqn, scope)
-        place = here.place
-        # The softmax of JAX stops the gradient of its maximum, which has none.
-        if eqn.primitive.name == "stop_gradient" and place and "stop_gradient" in place.source:
-            found.setdefault((place.file, place.line), place)
-        if eqn.primitive.name in CALLS:
-            inner, _ = _opened(eqn.params[CALLS[eqn.primitive.name]])
-            within = _Scope(here.stack, here.place, scope.compiled)
-            _find_stops(inner, within, found)
-
-
-def without_stops(closed: Any, arguments: Sequence[Any]) -> list[Any]:
-    """Return the results of a program in which no gradient is stopped, for JAX to differentiate."""
-    return _evaluated(closed.jaxpr, closed.consts, arguments)
-
-
-def _evaluated(jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
+    Args:
+        jaxpr: jaxpr whose own `stop_gradient` operations are left out.
+        consts: its constants.
+        arguments: its arguments.
+        stopped: operands to which no gradient flows: the identity of the operation, and the index.
+    """
     known = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *arguments], strict=True))
 
     def read(atom: Any) -> Any:
@@ -260,11 +260,14 @@ def _evaluated(jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Any]) -> l
 
     for eqn in jaxpr.eqns:
         given = [read(atom) for atom in eqn.invars]
+        for i, value in enumerate(given):
+            if (id(eqn), i) in stopped:
+                given[i] = jax.lax.stop_gradient(value)
         name = eqn.primitive.name
         if name == "stop_gradient":
             found = given
         elif name in CALLS:
-            found = _evaluated(*_opened(eqn.params[CALLS[name]]), given)
+            found = evaluated(*_opened(eqn.params[CALLS[name]]), given, stopped)
         else:
             with eqn.ctx.manager:
                 result = eqn.primitive.bind(*given, **eqn.primitive.get_bind_params(eqn.params))

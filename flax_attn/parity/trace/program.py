@@ -71,6 +71,7 @@ class Node:
         place: line of source; None where it is not known.
         name: name of a source: `"input 0"`, `"norm.weight"`.
         order: position in the execution.
+        equation: the operation as its framework has it.
         compute: function that computes the value from those of the operands; None where a run
             cannot be repeated.
     """
@@ -82,6 +83,7 @@ class Node:
     place: Place | None = None
     name: str = ""
     order: int = -1
+    equation: Any = None
     compute: Callable[[Sequence[np.ndarray]], np.ndarray] | None = None
 
     @property

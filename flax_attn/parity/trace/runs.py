@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
@@ -16,18 +16,17 @@ from flax_attn.parity.adapters.jax_adapter import JaxAdapter
 from flax_attn.parity.adapters.torch_adapter import TorchAdapter
 from flax_attn.parity.pair import Pair
 from flax_attn.parity.trace import scopes
-from flax_attn.parity.trace.hypothesis import Hypothesis, Side
-from flax_attn.parity.trace.jax_program import jax_program, stops, without_stops
-from flax_attn.parity.trace.program import Place, Program
+from flax_attn.parity.trace.jax_program import evaluated, jax_program, run_of
+from flax_attn.parity.trace.program import Program
 from flax_attn.parity.trace.torch_program import copied, torch_program
 
 Sources = Mapping[str, Any]
 
 
-def flax_forward(pair: Pair) -> Program:
-    """Return the forward pass of the JAX side in float64 and eval mode."""
-    forward, sources = _flax_function(pair)
-    return jax_program(forward, sources)
+def flax_forward(pair: Pair, closed: Any) -> Program:
+    """Return the forward pass of the JAX side in float64 and eval mode, from its jaxpr."""
+    _, sources = _flax_function(pair)
+    return run_of(closed, sorted(pair.plain.outputs), sources)
 
 
 def torch_forward(pair: Pair) -> Program:
@@ -62,33 +61,33 @@ def backward(pair: Pair) -> tuple[Program, Program, Arrays]:
     return flax, Program(theirs.nodes, outputs), wanted
 
 
-def stopped_gradients(pair: Pair) -> list[Hypothesis]:
-    """Return a hypothesis for each `stop_gradient`, if without all of them the gradients agree."""
-    forward, sources = _flax_function(pair)
-    closed = jax.make_jaxpr(forward)(sources)
-    found = stops(closed)
-    if not found:
-        return []
+def with_stops(pair: Pair, traced: Any, stopped: Collection[tuple[int, int]]) -> dict[str, float]:
+    """Return the errors of the gradients of JAX when they are stopped at other operations.
+
+    Args:
+        pair: pair of modules.
+        traced: jaxpr of the JAX side.
+        stopped: operands to which no gradient flows, as `jax_program.evaluated` takes them.
+    """
+    _, sources = _flax_function(pair)
     cotangents = pair.flax.arrays(pair.cotangents)  # pyright: ignore[reportAttributeAccessIssue]
     wanted, _ = _wanted(pair)
-    names = sorted(sources)
 
     def weighted(leaves: Sources) -> Any:
         given = {**sources, **leaves}
-        outputs = without_stops(closed, [given[name] for name in names])
+        arguments = [given[name] for name in sorted(sources)]
+        outputs = evaluated(traced.jaxpr, traced.consts, arguments, stopped)
         pairs = zip(sorted(pair.plain.outputs), outputs, strict=True)
         return sum(jnp.sum(x * cotangents[name]) for name, x in pairs if name in cotangents)
 
-    right = jax.grad(weighted)({name: sources[name] for name in wanted})
-    errors = tolerance.gradient_errors({n: np.asarray(x) for n, x in right.items()}, wanted)
-    if any(error > tolerance.GRADIENT for error in errors.values()):
-        return []
-    return [_stopped(place) for place in found]
+    found = jax.grad(weighted)({name: sources[name] for name in wanted})
+    return tolerance.gradient_errors({name: np.asarray(x) for name, x in found.items()}, wanted)
 
 
-def _stopped(place: Place) -> Hypothesis:
-    flax = Side("stop_gradient", place.source, (place,))
-    return Hypothesis(place.module, "stop_gradient", "operation", flax, Side("", "", ()))
+def traced(pair: Pair) -> Any:
+    """Return the jaxpr of the forward pass of the JAX side."""
+    forward, sources = _flax_function(pair)
+    return jax.make_jaxpr(forward)(sources)
 
 
 def _flax_function(pair: Pair) -> tuple[Callable[[Sources], dict[str, jax.Array]], dict[str, Any]]:

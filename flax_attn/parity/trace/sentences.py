@@ -32,6 +32,8 @@ def proof(found: Difference) -> str:
     if not count:
         return f"no operation explains the difference of the {what}"
     places = "this place" if count == 1 else f"these {count} places"
+    if found.repaired and found.hypotheses[0].parameter == "gradient":
+        return f"proof: without {places.replace('place', 'stop')} all {what} are equal"
     if found.repaired:
         return f"proof: with the values of PyTorch at {places} all {what} are equal"
     left = ", ".join(found.remaining[:NAMED])
@@ -45,6 +47,9 @@ def _difference(found: Hypothesis) -> str:
         return f"the same numbers are laid out differently{note}"
     if found.parameter == "expression":
         return "both compute something else from the same values"
+    if found.parameter == "gradient":
+        side, other = ("flax", "torch") if ours else ("torch", "flax")
+        return f"{side} stops the gradient here by {found.operation}, {other} does not"
     if not ours or not theirs:
         has, lacks, value = ("flax", "torch", ours) if ours else ("torch", "flax", theirs)
         kind = {"sum": "adds", "product": "multiplies by"}.get(found.operation, "has")

@@ -77,10 +77,10 @@ def name_of(func: Any) -> str:
         >>> name_of(torch.ops.aten.bmm.default), name_of(torch.ops.aten.add_.Tensor)
         ('dot', 'add')
     """
-    name = func._schema.name.partition("::")[2]
+    name: str = func._schema.name.partition("::")[2]
     # Operations in place end in an underscore, private ones begin with one.
     plain = name.rstrip("_") if not name.startswith("__") else name
-    return NAMES.get(plain, plain.lstrip("_"))
+    return NAMES[plain] if plain in NAMES else plain.lstrip("_")
 
 
 def parameters_of(

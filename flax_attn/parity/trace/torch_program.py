@@ -206,7 +206,7 @@ class _Recorder(TorchDispatchMode):
         given = list(_operands(func, args, kwargs))
         operands = [self._operand(value) for value in given]
         found = func(*args, **kwargs)
-        if _is_same(name, found, given):
+        if _is_same(name, found, given) and not self._is_detached(name):
             self._keep(found, operands[0])
             return found
         results = found if isinstance(found, tuple | list) else [found]
@@ -221,6 +221,10 @@ class _Recorder(TorchDispatchMode):
             self.nodes.append(node)
             self._keep(tensor, node, written=_writes(func))
         return found
+
+    def _is_detached(self, name: str) -> bool:
+        # Autograd detaches for itself, too.
+        return name == "detach" and self._place is not None and "detach" in self._place.source
 
     def _operand(self, value: Any) -> Node:
         if isinstance(value, torch.Tensor):
