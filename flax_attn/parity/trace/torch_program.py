@@ -90,9 +90,23 @@ def _group_norm(x, weight, bias, batch, channels, pixels, groups, eps):
     return normed, mean.reshape(batch, groups), inverse.reshape(batch, groups)
 
 
+def _flash_attention(
+    query, key, value, dropout_p=0.0, is_causal=False, *, attn_mask=None, scale=None
+):
+    out = _attention(query, key, value, attn_mask, dropout_p, is_causal, scale)
+    scores = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if is_causal:
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        scores = torch.where(hidden, -torch.inf, scores)
+    elif attn_mask is not None:
+        scores = scores + attn_mask
+    return out, scores.logsumexp(-1)
+
+
 FORMULAS: dict[Any, Callable[..., Any]] = {
     aten.addmm.default: _addmm,
     aten.baddbmm.default: _addmm,
+    aten._scaled_dot_product_flash_attention_for_cpu.default: _flash_attention,
     aten.native_group_norm.default: _group_norm,
     aten.var_mean.correction: _var_mean,
     aten.var.correction: _var,
@@ -134,10 +148,10 @@ def _attention(
     else:
         scores = torch.where(attn_mask, scores, -torch.inf)
     weights = scores.softmax(-1)
-    hidden = scores.isneginf().all(-1, keepdim=True)
-    # A row that sees nothing returns zeros.
+    # A row that sees nothing returns zeros. Asked in NumPy, this is no step of the run.
+    hidden = np.isneginf(_numpy(scores)).all(-1, keepdims=True)
     if hidden.any():
-        weights = torch.where(hidden, 0.0, weights)
+        weights = torch.where(torch.from_numpy(hidden), 0.0, weights)
     return weights @ value
 
 
@@ -191,7 +205,7 @@ class _Recorder(TorchDispatchMode):
         written = self._written.get(key[0])
         if written is None:
             node = Node("constant", (), value, place=self._place)
-        elif written.value.size == value.size:
+        elif written.value.size == _room(tensor):
             node = Node("view", (written,), value, place=self._place)
         else:
             # A part of the memory was written after the whole was.
@@ -268,6 +282,11 @@ def _frames() -> Iterator[tuple[str, int]]:
 def _identity(tensor: torch.Tensor) -> tuple:
     address = tensor.untyped_storage().data_ptr()
     return address, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype
+
+
+def _room(tensor: torch.Tensor) -> int:
+    """Return how many numbers the memory of a tensor holds."""
+    return tensor.untyped_storage().nbytes() // tensor.element_size()
 
 
 def _numpy(tensor: torch.Tensor) -> np.ndarray:
