@@ -207,7 +207,7 @@ def _error(flax: np.ndarray, right: np.ndarray) -> float:
 
 def _attention(alignment: Alignment) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """Return the results of every softmax over keys, `(b, n, t, s)`."""
-    build = Builder({})
+    build = Builder({}, alignment.flax.varying)
     found: dict[str, tuple[np.ndarray, np.ndarray]] = {}
     for node in alignment.flax.nodes:
         four = node.operation == "div" and node.value.ndim == 4

@@ -45,8 +45,8 @@ class _Explained:
     def __init__(self, repair: Repair):
         self.repair = repair
         ours, theirs, named = _leaves(repair.before)
-        self.flax_builder = Builder(ours)
-        self.torch_builder = Builder(theirs)
+        self.flax_builder = Builder(ours, repair.before.flax.varying)
+        self.torch_builder = Builder(theirs, repair.before.torch.varying)
         self.names = Names(named, repair.before, self.torch_builder.written, _module(repair.torch))
         self.flax = self.flax_builder(repair.flax)
         self.torch = self.torch_builder(repair.torch)
@@ -69,7 +69,9 @@ class _Explained:
             (theirs, self.torch_builder, gap.torch),
         ):
             value = "" if part is None else text(part, self.names)
-            origins = [part.origin] if part is not None and part.origin is not None else []
+            enclosing = gap.flax_at if node is ours else gap.torch_at
+            within = enclosing if part is None or part.origin is None else part.origin
+            origins = [] if within is None else [within]
             expression = text(self._expression(node, builder), self.names)
             sides.append(Side(value, expression, places([*origins, node])))
         note = _apart(gap)
@@ -121,8 +123,7 @@ class _Explained:
         """Return the parameters of an operation of the same operands with another result."""
         sides = []
         for node, builder in ((ours, self.flax_builder), (theirs, self.torch_builder)):
-            shape = node.operands[0].value.shape
-            axes = node.parameters.get("axes", node.parameters.get("axis"))
+            axes, shape = _along(node)
             value = f"axis {plain(axes)} of {plain(shape)}"
             expression = text(builder.written(node), self.names)
             sides.append(Side(value, expression, places([node])))
@@ -159,7 +160,15 @@ def _innermost(flax: Expression, torch: Expression) -> tuple[Node, Node] | None:
     ours, theirs = flax.origin, torch.origin
     if ours is None or theirs is None or ours.operation not in ALONG_AXES:
         return None
-    return None if Numbers(ours.value).equals(Numbers(theirs.value)) else (ours, theirs)
+    if Numbers(ours.value).equals(Numbers(theirs.value)) or _along(ours) == _along(theirs):
+        return None
+    return ours, theirs
+
+
+def _along(node: Node) -> tuple:
+    """Return the axes along which an operation runs, and the shape that they are axes of."""
+    axes = node.parameters.get("axes", node.parameters.get("axis"))
+    return axes, node.operands[0].value.shape
 
 
 def _leaves(alignment: Alignment) -> tuple[dict[Node, int], dict[Node, int], dict[int, Node]]:

@@ -266,6 +266,7 @@ SHOWN = {
     "cumprod": {"axis": "axis", "reverse": "reverse"},
     "cummax": {"axis": "axis", "reverse": "reverse"},
     "argmax": {"axes": "axis"},
+    "tile": {"reps": "repetitions"},
     "argmin": {"axes": "axis"},
     "top_k": {"k": "k"},
     "sort": {"dimension": "axis"},

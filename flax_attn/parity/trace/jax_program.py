@@ -12,7 +12,7 @@ import numpy as np
 from jax.extend.core import Literal
 
 from flax_attn.parity.trace import jax_numpy
-from flax_attn.parity.trace.program import Node, Place, Program, user_frame
+from flax_attn.parity.trace.program import Node, Place, Program, place_of
 
 # Operations that only call another program, by the parameter that holds it.
 CALLS = {
@@ -195,11 +195,10 @@ def _scope_of(eqn: Any, outer: _Scope) -> _Scope:
     frames = [(frame.file_name, frame.line_num) for frame in traceback.frames] if traceback else []
     if outer.compiled:
         frames = _within(frames)
-    found = user_frame(frames)
-    if found is None:
-        place = outer.place or (Place(*frames[-1], module) if frames else None)
-        return _Scope(stack, place, outer.compiled)
-    return _Scope(stack, Place(*found, module), outer.compiled)
+    place = place_of(frames, module) or outer.place
+    if place is None and frames:
+        place = Place(*frames[-1], module)
+    return _Scope(stack, place, outer.compiled)
 
 
 def _within(frames: list[tuple[str, int]]) -> list[tuple[str, int]]:

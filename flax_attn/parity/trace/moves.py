@@ -57,7 +57,7 @@ def _ancestors(alignment: Alignment, top: Node) -> list[Node]:
     waiting = [top]
     while waiting and len(found) < ANCESTORS:
         for operand in waiting.pop(0).operands:
-            if operand not in found and operand.operands:
+            if operand not in found and operand.operation != "constant":
                 found.add(operand)
                 waiting.append(operand)
     shared = [node for node in found if node in alignment.torch_of]
@@ -85,7 +85,7 @@ def steps(alignment: Alignment, top: Node, ours: bool) -> list[Node]:
 
 def _anchored(alignment: Alignment, node: Node, ours: bool) -> bool:
     """Whether the other side has a value in the same order, but for the order of its axes."""
-    if not node.operands or node.constant:
+    if node.constant:
         return True
     if node.operation in MOVING:
         return False
@@ -95,7 +95,9 @@ def _anchored(alignment: Alignment, node: Node, ours: bool) -> bool:
         there = alignment.value(other)
         if there.size == value.size and same_array(there.reshape(-1), value.reshape(-1)):
             return True
-        if len(np.squeeze(there).shape) != len(np.squeeze(value).shape):
+        sizes = [size for size in value.shape if size != 1]
+        # Where two axes are as long as each other, their order can be wrong.
+        if len(np.squeeze(there).shape) != len(sizes) or len(set(sizes)) != len(sizes):
             continue
         if any(same_array(moved, value) for moved in laid_out(there, value.shape)):
             return True
