@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 
 import numpy as np
 
-from flax_attn.parity.trace.align import Alignment, Numbers
+from flax_attn.parity.trace.align import Alignment, Numbers, cone
 from flax_attn.parity.trace.expression import Builder, Expression
 from flax_attn.parity.trace.gaps import Gap, gaps
 from flax_attn.parity.trace.hypothesis import Hypothesis, Side
@@ -39,6 +39,25 @@ def explain(found: Search) -> list[Hypothesis]:
     return list(grouped.values())
 
 
+def parted(alignment: Alignment, wrong: Sequence[str]) -> list[Hypothesis]:
+    """Return what differs where the programs part, if no value of one fits into the other.
+
+    Args:
+        alignment: values that both runs have.
+        wrong: names of the outputs that differ.
+    """
+    ours = cone([alignment.flax.outputs[name] for name in wrong], alignment.torch_of)
+    theirs = cone([alignment.torch.outputs[name] for name in wrong], alignment.flax_of)
+    first = [node for node in ours if node.operands and not set(node.operands) & set(ours)]
+    others = [node for node in theirs if node.operands and not set(node.operands) & set(theirs)]
+    found = []
+    for flax in first:
+        for torch in others:
+            if flax.operation == torch.operation:
+                found += _Explained(Repair(flax, torch, alignment, flax.value)).same_operands()
+    return found[:FEW]
+
+
 class _Explained:
     """The expressions of a pair of nodes over the values that both sides have."""
 
@@ -61,6 +80,14 @@ class _Explained:
             yield self._whole()
         else:
             yield from (self._hypothesis(gap, *ends) for gap in found)
+
+    def same_operands(self) -> list[Hypothesis]:
+        """Return what differs if both compute with the same values, and nothing else."""
+        found = list(islice(gaps(self.flax, self.torch), FEW + 1))
+        if any(gap.parameter in ("operation", "operand", "order") for gap in found):
+            return []
+        ends = self.repair.flax, self.repair.torch
+        return [self._hypothesis(gap, *ends) for gap in found]
 
     def _hypothesis(self, gap: Gap, ours: Node, theirs: Node) -> Hypothesis:
         sides = []
@@ -139,7 +166,7 @@ def _apart(gap: Gap) -> str:
         if len(np.unique(ours)) > DISTINCT or len(np.unique(theirs)) > DISTINCT:
             return ""
         apart = np.argwhere(ours != there)
-        if not len(apart) or not ours.ndim:
+        if not len(apart) or ours.size < DISTINCT**2:
             return ""
         first = tuple(apart[0].tolist())
         values = f"flax {plain(ours[first].item())}, torch {plain(there[first].item())}"

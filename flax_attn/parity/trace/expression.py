@@ -443,8 +443,7 @@ def _conv(node: Node, x: list[Expression]) -> Expression:
     )
     settings = [("stride", tuple(given["stride"])), ("padding", padding)]
     settings += [("dilation", tuple(given["dilation"])), ("groups", given["groups"])]
-    inner = Expression("conv", tuple(x[:2]), tuple(settings), node)
-    return inner if len(x) < 3 else total([(1.0, inner), (1.0, x[2])], node)
+    return Expression("conv", tuple(x), tuple(settings), node)
 
 
 RULES: dict[str, Rule] = {

@@ -31,6 +31,8 @@ LIBRARIES = (
     "typeguard",
     "functools",
 )
+# Where libraries keep their layers, whose lines are shown if a layer alone is compared.
+LAYERS = ("/flax/nnx/nn/", "/flax/linen/", "/equinox/nn/", "/haiku/_src/", "/torch/nn/modules/")
 # The harness, and the table of variants that calls it.
 HARNESS = ("parity", "proof")
 PYTHON = str(Path(linecache.__file__).parent)
@@ -190,12 +192,18 @@ class Program:
         return changed
 
 
-def place_of(frames: Iterable[tuple[str, int]], module: str = "") -> Place | None:
-    """Return the innermost line of some frames that stands in no library; None if all do."""
+def place_of(frames: Sequence[tuple[str, int]], module: str = "") -> Place | None:
+    """Return the innermost line of some frames that a user wrote, else that of a library's layer.
+
+    It is None where there is neither.
+    """
     # Beyond the harness stands who called it.
     inside = takewhile(lambda frame: not in_harness(frame[0]), frames)
     written = (frame for frame in inside if not in_library(frame[0]))
     found = list(islice(written, 2))
+    if not found:
+        layers = (frame for frame in frames if any(name in frame[0] for name in LAYERS))
+        found = list(islice(layers, 1))
     if not found:
         return None
     return Place(*found[0], module, found[1] if len(found) > 1 else None)

@@ -152,7 +152,9 @@ def _output_repair(
     """Return the replacement of an output whose numbers agree, in another order."""
     for name in wrong:
         ours, right = alignment.flax.outputs[name], alignment.expected[name]
-        if ours.value.shape == right.shape:
+        # Numbers of another order are laid out anew; others are explained where they come from.
+        laid_out_anew = ours in alignment.torch_of
+        if ours.value.shape == right.shape and laid_out_anew:
             theirs = alignment.torch.outputs[name]
             return Repair(ours, theirs, alignment, right), {ours: right}
     return None

@@ -32,8 +32,15 @@ def proof(found: Difference) -> str:
     """Return what the replacements by values of PyTorch prove."""
     what = "gradients" if found.backward else "outputs"
     count = len(found.hypotheses)
+    if not count and not found.remaining:
+        return (
+            "outputs and gradients agree in float64, operation by operation: the checks that fail"
+            " say what differs"
+        )
     if not count:
         return f"no operation explains the difference of the {what}"
+    if found.unproven:
+        return "the shapes differ from here on, so that no value of PyTorch can be put in: no proof"
     places = "this place" if count == 1 else f"these {count} places"
     if found.repaired and found.hypotheses[0].parameter == "gradient":
         return f"proof: without {places.replace('place', 'stop')} all {what} are equal"

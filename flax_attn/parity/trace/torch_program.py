@@ -104,10 +104,18 @@ def _flash_attention(
     return out, scores.logsumexp(-1)
 
 
+def _convolution(x: Any, weight: Any, bias: Any, *options: Any) -> Any:
+    if bias is None:
+        return NotImplemented
+    each = (1, -1, *(1 for _ in weight.shape[2:]))
+    return aten.convolution.default(x, weight, None, *options) + bias.reshape(each)
+
+
 FORMULAS: dict[Any, Callable[..., Any]] = {
     aten.addmm.default: _addmm,
     aten.baddbmm.default: _addmm,
     aten._scaled_dot_product_flash_attention_for_cpu.default: _flash_attention,
+    aten.convolution.default: _convolution,
     aten.native_group_norm.default: _group_norm,
     aten.var_mean.correction: _var_mean,
     aten.var.correction: _var,
@@ -269,7 +277,7 @@ class _Recorder(TorchDispatchMode):
     def _forward_place(self, node: Any) -> Place | None:
         """Return the line of the operation whose backward pass runs, which autograd has kept."""
         kept = FRAME.findall("".join(node.metadata.get("traceback_", [])))
-        place = place_of((file, int(line)) for file, line in reversed(kept))
+        place = place_of([(file, int(line)) for file, line in reversed(kept)])
         if place is None:
             return None
         return replace(place, module=self._modules_of_lines.get((place.file, place.line), ""))
