@@ -249,7 +249,7 @@ def run_checks(
     wanted: bool = True,
     watch: Callable[[str], None] = lambda name: None,
 ) -> Iterator[Check]:
-    """Yield the checks one by one; a check that does not apply comes with the reason.
+    """Yield the checks one by one; one that does not apply, or raises, comes with the reason.
 
     Args:
         pair: pair of modules to check.
@@ -259,7 +259,6 @@ def run_checks(
 
     Raises:
         ValueError: if a name is unknown.
-        PairingError: if one of the modules cannot be run at all.
     """
     # All names are checked before the first check runs, which may take minutes.
     for name in names or ():
@@ -278,7 +277,16 @@ def _run_checks(
             yield Check(name, np.inf, 0.0, skipped=str(reason), wanted=wanted and names is not None)
         except NothingCompared as reason:
             yield Check(name, np.inf, 0.0, nothing=str(reason))
-        except AdapterError as error:
-            if isinstance(error.__cause__, PairingError):
-                raise error.__cause__ from None
-            yield Check(name, np.inf, 0.0, worst="the call itself", note=str(error))
+        # One that raises, in whatever library below it, must not cost what the others find.
+        except Exception as error:
+            yield _raised(name, error)
+
+
+def _raised(name: str, error: Exception) -> Check:
+    cause = error.__cause__
+    if isinstance(error, AdapterError) and not isinstance(cause, PairingError):
+        return Check(name, np.inf, 0.0, worst="the call itself", note=str(error))
+    # Outputs that cannot be compared, or a fault of the check: that is no difference.
+    raised = cause if isinstance(cause, PairingError) else error
+    reason = f"the check raised {type(raised).__name__}: {raised}"
+    return Check(name, np.inf, 0.0, nothing=reason)
