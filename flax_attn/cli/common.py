@@ -68,6 +68,29 @@ def need(module: str, extra: str, what: str) -> None:
         raise UsageError(f'{what} needs {module}: pip install "flax-attn[{extra}]"')
 
 
+def need_torch(command: str) -> None:
+    """Raise unless PyTorch is installed; it runs on one thread, since the matrices are small."""
+    try:
+        import torch
+    except ImportError:
+        raise UsageError(
+            f'{command} needs PyTorch: pip install "flax-attn[torch]", or compare with an export:'
+            " --against DIR"
+        ) from None
+    # The processes that compare share the cores, and would wait for one another's threads.
+    torch.set_num_threads(1)
+
+
+def known_checks(names: list[str] | None) -> list[str] | None:
+    """Return the requested checks; raise if one is unknown."""
+    from flax_attn.parity import CHECKS
+
+    unknown = [name for name in names or () if name not in CHECKS]
+    if unknown:
+        raise UsageError(f"no check is called {', '.join(unknown)}. Known are: {', '.join(CHECKS)}")
+    return names
+
+
 def save_figure(draw: Callable[[], Figure], path: str) -> None:
     """Draw a figure and write it to `path`, in the format that its suffix names."""
     try:

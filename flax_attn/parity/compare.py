@@ -10,6 +10,7 @@ from flax_attn.parity.check import Check
 from flax_attn.parity.checks import run_checks
 from flax_attn.parity.cpu import on_cpu
 from flax_attn.parity.inputs import Inputs
+from flax_attn.parity.loosened import loosened
 from flax_attn.parity.one_pass import note_on_variance
 from flax_attn.parity.pair import Pair
 from flax_attn.parity.pair_modules import Layout, check_callable, pair_modules
@@ -183,6 +184,7 @@ def report_on(
             command=command,
             divergence=divergence,
             pair=pair,
+            loosened=loosened(pair, checks) if wanted else (),
         )
 
 

@@ -1,0 +1,357 @@
+"""`flax-attn compare` and `flax-attn verify`: two modules of anybody's, from a shell."""
+
+import importlib
+import json
+import re
+from pathlib import Path
+
+import jax
+import jsonschema
+import pytest
+
+from flax_attn.cli import main
+from flax_attn.cli.guard import UsageError
+from flax_attn.cli.inputs import draw, parse
+from flax_attn.parity.report import document
+
+MODULES = '''
+import jax.numpy as jnp
+import torch
+from flax import nnx
+
+from flax_attn.convert import Rule
+
+TABLE = [Rule(("kernel",), "weight", "i o -> o i"), Rule(("bias",), "bias")]
+RULES = TABLE[:1]
+WRONG = [Rule(("kernel",), "bias")]
+
+
+class Table(nnx.Module):
+    """Holds a number that float32 cannot."""
+
+    def __init__(self):
+        self.layer = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+        self.table = nnx.Variable(jnp.array([0.1, 0.2]))
+
+    def __call__(self, x):
+        return self.layer(x) + self.table[None]
+
+
+class TorchTable(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(3, 2)
+        self.register_buffer("table", torch.tensor([0.1, 0.2], dtype=torch.float64))
+
+    def forward(self, x):
+        return self.layer(x) + self.table
+
+
+def flax_linear():
+    return nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+
+
+def torch_linear():
+    return torch.nn.Linear(3, 2)
+
+
+def torch_dropout():
+    return torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Dropout(0.5))[0:2]
+
+
+def flax_embedding():
+    return nnx.Embed(11, 3, rngs=nnx.Rngs(0))
+
+
+def torch_embedding():
+    return torch.nn.Embedding(11, 3)
+
+
+def doubled(module, x):
+    return 2 * module(x)
+
+
+def not_a_number(module, x):
+    return module(x) * float("nan")
+
+
+class Port(nnx.Module):
+    def __init__(self, *, rngs):
+        self.layer = nnx.Linear(3, 2, rngs=rngs)
+
+    def __call__(self, x, mask=None, slope=0.0):
+        x = self.layer(x)
+        x = jnp.where(x > 0, x, slope * x)
+        return x if mask is None else jnp.where(mask[:, None], x, 0)
+
+
+class Original(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(3, 2)
+
+    def forward(self, x, mask=None, slope=0.0):
+        x = torch.nn.functional.leaky_relu(self.layer(x), slope)
+        return x if mask is None else x * mask[:, None]
+
+
+instance = Original()
+
+
+def port_sum(x):
+    return x.sum(-1)
+
+
+def scaled(module, x, factor):
+    return factor * module(x)
+
+
+def broken():
+    raise KeyError("no such table")
+
+
+def nothing():
+    return None
+
+
+def dies(module, x):
+    import os
+
+    if x.dtype == torch.float16:
+        os.kill(os.getpid(), 9)
+    return module(x)
+'''
+
+
+@pytest.fixture
+def modules(tmp_path, monkeypatch):
+    """Put a module of factories into the folder that the command is run in."""
+    name = f"modules_{re.sub(r'[^0-9]', '', tmp_path.name)}_{abs(hash(str(tmp_path)))}"
+    (tmp_path / f"{name}.py").write_text(MODULES)
+    monkeypatch.chdir(tmp_path)
+    return name
+
+
+def compare(modules, flax, torch, *options):
+    """Run the command on two names of the file."""
+    return main(["compare", f"{modules}:{flax}", f"{modules}:{torch}", *options])
+
+
+X = ("--input", "4,3")
+FORWARD = ("--check", "forward")
+
+
+def read(path):
+    """Return a written document, after it was validated."""
+    content = json.loads(Path(path).read_text())
+    jsonschema.validate(content, json.loads(document.SCHEMA.read_text()))
+    return content
+
+
+def test_a_comparison_is_printed_and_written(modules, capsys):
+    options = [*X, *FORWARD, "--check", "training", "--report", "r.xml", "--json", "r.json"]
+    assert compare(modules, "flax_linear", "torch_linear", *options) == 0
+    report = read("r.json")
+    assert report["name"] == "flax_linear"
+    assert (report["state"], report["error"]) == ("equal", None)
+    assert [check["name"] for check in report["checks"]] == ["forward", "training"]
+    names = [f"{modules}:flax_linear", f"{modules}:torch_linear"]
+    assert report["command"] == " ".join(["flax-attn", "compare", *names, *options])
+    assert list(report["request"]["files"]) == [f"{modules}.py"]
+    assert 'tests="2"' in Path("r.xml").read_text()
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first.startswith("flax_linear: equal (loosened by the caller: 2 of ")
+
+
+@pytest.mark.parametrize(
+    ("flax", "torch", "options"),
+    [
+        ("Port", "Original", X),
+        ("Port", "instance", X),
+        ("Port", "Original", ("--input", "x:float:4,3", "--input", "mask:bool:4")),
+        ("Port", "Original", ("--input", "x:float:4,3:-2..5", "--constant", "slope=0.2")),
+        ("flax_embedding", "torch_embedding", ("--input", "int:4,7:0..10")),
+        ("port_sum", "port_sum", X),
+        ("flax_linear", "torch_linear", (*X, "--layout", "{m}:TABLE")),
+        ("flax_linear", "torch_linear", (*X, "--rules", "{m}:RULES")),
+    ],
+)
+def test_what_is_equal_exits_with_0(flax, torch, options, modules):
+    options = [option.format(m=modules) for option in options]
+    assert compare(modules, flax, torch, *options, *FORWARD) == 0
+
+
+def test_files_are_specs_and_find_what_lies_beside_them(modules, tmp_path, capsys):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "port.py").write_text(f"from {modules} import Port\nfrom helper import HELP\n")
+    (folder / "helper.py").write_text("HELP = 1\n")
+    (folder / "torch.py").write_text(f"from {modules} import Original\n")
+    specs = ["folder/port.py:Port", "folder/torch.py:Original"]
+    assert main(["compare", *specs, *X, *FORWARD, "--json", "-"]) == 0
+    files = json.loads(capsys.readouterr().out)["request"]["files"]
+    beside = {"folder/helper.py", "folder/port.py", "folder/torch.py", f"{modules}.py"}
+    assert set(files) == beside
+
+
+def test_what_differs_exits_with_1_and_says_what_to_look_at(modules, capsys):
+    call = ["--torch-call", f"{modules}:doubled"]
+    options = [*X, *FORWARD, *call, "--json", "-"]
+    assert compare(modules, "flax_linear", "torch_linear", *options) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert report["state"] == "different"
+    assert "compare again" in report["next"][0]
+
+
+def test_constants_reach_both_calls(modules):
+    calls = ["--flax-call", f"{modules}:scaled", "--torch-call", f"{modules}:scaled"]
+    options = [*X, *FORWARD, *calls, "--constant", "factor=2.5"]
+    assert compare(modules, "flax_linear", "torch_linear", *options) == 0
+
+
+def test_equal_where_tested_exits_with_2(modules):
+    options = [*X, *FORWARD, "--check", "dropout"]
+    assert compare(modules, "flax_linear", "torch_linear", *options) == 2
+
+
+@pytest.mark.parametrize(
+    ("flax", "torch", "options", "reason"),
+    [
+        ("flax_linear", "torch_embedding", X, "do not pair"),
+        ("flax_linear", "torch_linear", ("--input", "4,5"), "do not go through the torch module"),
+        ("broken", "torch_linear", X, r"broken raised KeyError: 'no such table' \(.*py:\d+\)"),
+        ("nothing", "torch_linear", X, "got NoneType"),
+        ("flax_linear", "torch_linear", (*X, "--rules", "{m}:WRONG"), "kernel"),
+        (
+            "flax_linear",
+            "torch_linear",
+            (*X, "--flax-call", "{m}:not_a_number", "--torch-call", "{m}:not_a_number"),
+            None,
+        ),
+    ],
+)
+def test_what_cannot_be_compared_exits_with_3_and_writes_json(
+    flax, torch, options, reason, modules, capsys
+):
+    options = [option.format(m=modules) for option in options]
+    assert compare(modules, flax, torch, *options, *FORWARD, "--json", "r.json") == 3
+    report = read("r.json")
+    assert report["state"] == "not compared"
+    error = capsys.readouterr().err
+    if reason is not None:
+        assert error.startswith("flax-attn: could not compare: ")
+        assert re.search(reason, report["error"])
+        assert report["next"][0] == report["error"]
+
+
+def test_an_error_of_the_comparison_itself_is_no_difference(modules, monkeypatch, capsys):
+    def fails(*arguments, **options):
+        raise ZeroDivisionError("ours")
+
+    monkeypatch.setattr(importlib.import_module("flax_attn.parity.compare"), "report_on", fails)
+    assert compare(modules, "flax_linear", "torch_linear", *X, "--json", "r.json") == 3
+    assert read("r.json")["error"] == "the comparison itself raised ZeroDivisionError: ours"
+    assert "Traceback" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["{m}:flax_linear"], "give both sides, FLAX TORCH, or FLAX --against DIR; got"),
+        (["{m}:flax_linear", "{m}:torch_linear"], "give the inputs: --input 2,3,12,12"),
+        (["{m}:flax_linear", "--against", "out", *X], "an export holds its inputs"),
+        (["{m}:flax_linear", "{m}:torch_linear", *X, "--check", "forwards"], "no check is called"),
+        (["{m}:flax_linear", "{m}:torch_linear", "--input", "3,x"], "an input is SHAPE, KIND"),
+        (["{m}:flax_linear", "{m}:torch_linear", *X, "--constant", "eps"], "is NAME=VALUE"),
+        (["{m}:nothing_here", "{m}:torch_linear", *X], "has no nothing_here"),
+        (["no_such_module:f", "{m}:torch_linear", *X], "cannot import no_such_module"),
+        (["no_file.py:f", "{m}:torch_linear", *X], "there is no file no_file.py"),
+        (["flax_linear", "{m}:torch_linear", *X], "a spec is FILE.py:NAME or pkg.mod:NAME; got"),
+        (["torch.nn:Linear", "{m}:torch_linear", *X], "needs arguments that the command line"),
+        (
+            ["{m}:flax_linear", "{m}:torch_linear", *X, "--layout", "nothing"],
+            "layout must be one of 'auto', ",
+        ),
+        (
+            [
+                "{m}:flax_linear",
+                "{m}:torch_linear",
+                *X,
+                "--layout",
+                "torch",
+                "--rules",
+                "{m}:RULES",
+            ],
+            "--rules is for what auto cannot pair, beside --layout auto; got",
+        ),
+        (
+            ["{m}:flax_linear", "hf:qwen33", *X],
+            "transformers has no type 'qwen33'; the nearest are qwen3,",
+        ),
+        (["{m}:flax_linear", "{m}:torch_linear", *X, "--json", "/no/such/r.json"], "cannot write"),
+    ],
+)
+def test_bad_usage_exits_with_64(arguments, message, modules, capsys):
+    assert main(["compare", *(argument.format(m=modules) for argument in arguments)]) == 64
+    error = capsys.readouterr().err
+    assert error.startswith("flax-attn: ")
+    assert message in error
+    assert "Traceback" not in error
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("x:float", "an input is SHAPE"),
+        ("3,0", "an input is SHAPE"),
+        ("a:b:float:3", "an input is SHAPE"),
+        ("1x:float:3", "an input is SHAPE"),
+        ("x:float7:3", "of the kinds float, bool, int, "),
+        ("ids:int:2,7", "integers have a smallest and a largest value: ids:int:2,7:0..99"),
+        ("mask:bool:2:0..1", "a mask holds both values, and has no range"),
+        ("float:2:5..1", "a range is LOW..HIGH of values that float holds"),
+        ("uint8:2:0..256", "of values that uint8 holds"),
+        ("int:2:0..1.5", "of values that int holds"),
+        ("float:2:0..inf", "a range is LOW..HIGH, such as 0..99; got '0..inf'"),
+    ],
+)
+def test_an_input_that_cannot_be_read_is_bad_usage(text, message):
+    with pytest.raises(UsageError, match=re.escape(message)):
+        parse(text)
+
+
+def test_inputs_have_a_name_each_or_none():
+    with pytest.raises(UsageError, match="a name each, or none has; got 'x', ''"):
+        draw([parse("x:float:3"), parse("4")], 0)
+
+
+def test_integers_hold_both_ends_and_masks_both_values():
+    ids, mask, narrow, pixels = draw(
+        [parse("int:2,7:0..9999"), parse("bool:3,5"), parse("bool:2,1"), parse("uint8:5:0..255")], 1
+    )
+    assert {0, 9999} <= set(ids.flat)
+    assert mask[:, 0].all()
+    assert not mask.all()
+    assert narrow.all()
+    assert pixels.dtype == "uint8"
+
+
+def test_factories_are_called_with_x64_enabled_and_leave_it_as_it_was(modules):
+    with jax.enable_x64(False):
+        options = ["--layout", "torch", *X, *FORWARD]
+        assert compare(modules, "Table", "TorchTable", *options) == 0
+        assert not jax.config.jax_enable_x64
+
+
+def test_without_a_layout_the_weights_stay_as_they_are(modules, capsys):
+    options = [*X, *FORWARD, "--layout", "none"]
+    assert compare(modules, "flax_linear", "torch_linear", *options) == 1
+    assert "layout=None: both modules keep their weights" in capsys.readouterr().out
+
+
+def test_a_pair_is_exported_and_repeated_with_one(modules, capsys):
+    both = [*X, *FORWARD, "--name", "linear", "--export", "out"]
+    assert compare(modules, "flax_linear", "torch_linear", *both) == 0
+    one = ["compare", f"{modules}:flax_linear", *FORWARD, "--against", "out"]
+    assert main(one) == 0
+    assert main([*one, "--flax-call", f"{modules}:doubled"]) == 1
