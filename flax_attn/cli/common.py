@@ -61,6 +61,15 @@ def check_writable(path: str | None) -> None:
         )
 
 
+def cache() -> Path:
+    """Return the directory of this package in the user's cache.
+
+    Raises:
+        RuntimeError: if the user has no home directory.
+    """
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flax-attn"
+
+
 def need(module: str, extra: str, what: str) -> None:
     """Raise before any work is done unless a module is there that an extra installs."""
     # Found without importing it: matplotlib and torch take seconds.

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
+import json
 import shlex
 import sys
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from flax_attn.cli import common, inputs, reports
 from flax_attn.cli.request import Request, read
 from flax_attn.cli.specs import CannotCompareError, Loader
+from flax_attn.convert.replacing import unfinished
 
 if TYPE_CHECKING:
+    from flax_attn.parity.journal import Journal
     from flax_attn.parity.report.report import Report
 
 DESCRIPTION = (
@@ -133,12 +139,43 @@ def _report(request: Request, loader: Loader, options: argparse.Namespace) -> Re
             record=bool(options.export),
             device=common.device(options.device),
         )
-        name = _name(request, options)
-        report = report_on(pair, name, request.checks, command=_command(options), watch=watch)
-    report = replace(report, request=asdict(replace(request, files=loader.files())))
+        request = replace(request, files=loader.files())
+        with _journal(request) as journal:
+            report = report_on(
+                *(pair, _name(request, options), request.checks),
+                command=_command(options),
+                watch=watch,
+                journal=journal,
+            )
+    report = replace(report, request=asdict(request))
     if options.export:
         recording.save(report, options.export)
     return report
+
+
+@contextmanager
+def _journal(request: Request) -> Iterator[Journal | None]:
+    """Yield the journal of a comparison; another source, version or option has another one."""
+    from flax_attn.parity.journal import Journal
+    from flax_attn.parity.report.report import environment
+
+    asked = json.dumps([asdict(request), environment()], sort_keys=True)
+    key = hashlib.sha256(asked.encode()).hexdigest()[:16]
+    try:
+        journal = Journal(common.cache() / "journals" / f"{key}.json")
+        journal.path.parent.mkdir(parents=True, exist_ok=True)
+    except (OSError, RuntimeError) as error:  # no home, or one that cannot be written to
+        print(
+            f"flax-attn: a check that ends the process will not be known: {error}. Set"
+            " XDG_CACHE_HOME",
+            file=sys.stderr,
+        )
+        yield None
+        return
+    for name in journal.died:
+        print(f"flax-attn: {name}: {journal.reason()}", file=sys.stderr)
+    with unfinished(journal.path):
+        yield journal
 
 
 def _command(options: argparse.Namespace) -> str:

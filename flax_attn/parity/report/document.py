@@ -37,7 +37,7 @@ def document(report: Findings) -> dict[str, Any]:
         "hypotheses": [finite(_fields(one)) for one in hypotheses],
         "causes": list(divergence.causes) if divergence else [],
         "divergence": divergence and divergence.as_dict(),
-        "checks": [_check(check) for check in report.checks],
+        "checks": [check_document(check) for check in report.checks],
         "weights": [_entry(entry) for entry in report.entries],
         "notes": report.notes,
         "seed": report.seed,
@@ -85,7 +85,8 @@ def _fields(hypothesis: Any) -> dict[str, Any]:
     return asdict(hypothesis) if is_dataclass(hypothesis) else dict(hypothesis)  # type: ignore[arg-type]
 
 
-def _check(check: Check) -> dict[str, Any]:
+def check_document(check: Check) -> dict[str, Any]:
+    """Return one check."""
     return {
         "name": check.name,
         "result": _result(check),
