@@ -11,10 +11,12 @@ from pathlib import Path
 import jax
 import jsonschema
 import pytest
+import torch
 
-from flax_attn.cli import main
+from flax_attn.cli import hugging_face, main
 from flax_attn.cli.guard import UsageError
 from flax_attn.cli.inputs import draw, parse
+from flax_attn.cli.specs import CannotCompareError
 from flax_attn.parity.journal import Journal
 from flax_attn.parity.report import document
 
@@ -106,6 +108,14 @@ def port_sum(x):
     return x.sum(-1)
 
 
+def port_mean(x):
+    return x.sum(0) / 4
+
+
+def torch_mean(x):
+    return x.mean(0)
+
+
 def scaled(module, x, factor):
     return factor * module(x)
 
@@ -141,9 +151,9 @@ def modules(tmp_path, monkeypatch):
     return name
 
 
-def compare(modules, flax, torch, *options):
+def compare(modules, flax, theirs, *options):
     """Run the command on two names of the file."""
-    return main(["compare", f"{modules}:{flax}", f"{modules}:{torch}", *options])
+    return main(["compare", f"{modules}:{flax}", f"{modules}:{theirs}", *options])
 
 
 X = ("--input", "4,3")
@@ -404,3 +414,154 @@ def test_without_a_home_a_comparison_runs_and_says_so(modules, monkeypatch, caps
     monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null/home")
     assert compare(modules, "flax_linear", "torch_linear", *X, *FORWARD) == 0
     assert "a check that ends the process will not be known" in capsys.readouterr().err
+
+
+def claimed(modules, flax, torch, *options):
+    """Write a report, and return what verify says of it."""
+    compare(modules, flax, torch, *options, "--json", "claim.json")
+    code = main(["verify", "claim.json", "--json", "found.json"])
+    return code, read("found.json")
+
+
+ONLY_FORWARD = (*X, *FORWARD)
+
+
+def test_a_claim_that_stands_is_compared_on_a_fresh_seed_and_on_other_shapes(modules, capsys):
+    code, found = claimed(modules, "Port", "Original", *ONLY_FORWARD)
+    assert code == 0
+    assert (found["claimed"], found["state"], found["stands"]) == ("equal", "equal", True)
+    shapes = [run["shapes"]["input 0"] for run in found["runs"]]
+    assert shapes == [[4, 3], [5, 3]]
+    assert {run["seed"] for run in found["runs"]} != {0}
+    assert found["notes"] == ["PyTorch takes no other size than 3"]
+    last = capsys.readouterr().out.split("claim.json: ")[1]
+    assert last.startswith("the claim 'equal' stands (loosened by the caller: 1 of ")
+
+
+def test_what_is_equal_for_one_length_alone_does_not_stand(modules, capsys):
+    code, found = claimed(modules, "port_mean", "torch_mean", *ONLY_FORWARD)
+    assert (code, found["claimed"], found["state"]) == (1, "equal", "different")
+    assert not found["stands"]
+    assert found["runs"][0]["state"] == "equal"
+    assert "forward: error" in found["runs"][2]["failed"][-1] + found["runs"][2]["failed"][0]
+    assert "the claim 'equal' does not stand" in capsys.readouterr().out
+
+
+def test_a_difference_that_is_there_again_exits_with_1(modules):
+    options = (*ONLY_FORWARD, "--torch-call", f"{modules}:doubled")
+    code, found = claimed(modules, "flax_linear", "torch_linear", *options)
+    assert (code, found["stands"], found["state"]) == (1, True, "different")
+
+
+def edited(change):
+    """Change a written report."""
+    report = json.loads(Path("claim.json").read_text())
+    change(report)
+    Path("claim.json").write_text(json.dumps(report))
+
+
+def test_a_difference_that_is_claimed_and_not_found_does_not_stand(modules):
+    claimed(modules, "Port", "Original", *ONLY_FORWARD)
+    edited(lambda report: report.update(state="different", loosened=[]))
+    assert main(["verify", "claim.json", "--json", "found.json"]) == 1
+    found = read("found.json")
+    assert not found["stands"]
+    assert found["loosened"][0].startswith("1 of ")
+
+
+def test_other_versions_are_said(modules, capsys):
+    claimed(modules, "Port", "Original", *ONLY_FORWARD)
+    edited(lambda report: report["environment"].update(jax="0.0.1"))
+    assert main(["verify", "claim.json"]) == 0
+    assert "made with jax 0.0.1, here " in capsys.readouterr().out
+
+
+def test_a_claim_on_other_files_cannot_be_verified(modules, capsys):
+    claimed(modules, "Port", "Original", *ONLY_FORWARD)
+    with Path(f"{modules}.py").open("a") as file:
+        file.write("\n# changed\n")
+    assert main(["verify", "claim.json"]) == 3
+    shown = capsys.readouterr().out
+    assert f"changed since the report was made, or not here: {modules}.py" in shown
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "cannot read claim.json: "),
+        ("[]", "is no report of version 1"),
+        ('{"kind": "table", "version": 1}', "is no report of version 1"),
+        ('{"kind": "comparison", "version": 1, "request": null}', "was written from Python"),
+        (
+            '{"kind": "comparison", "version": 1, "request": {"torch": "recorded:out"}}',
+            "compares with an export, which has no results for other inputs",
+        ),
+        (
+            '{"kind": "comparison", "version": 1, "request": {"torch": "a:b", "new": 1}}',
+            "asks for what is not known here",
+        ),
+    ],
+)
+def test_a_report_that_cannot_be_verified_is_bad_usage(
+    text, message, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    if text is not None:
+        Path("claim.json").write_text(text)
+    assert main(["verify", "claim.json"]) == 64
+    assert message in capsys.readouterr().err
+
+
+QWEN3 = """
+from flax import nnx
+from flax_attn.models.qwen3 import Qwen3, Qwen3Config
+
+LAYOUT = Qwen3.family.layout
+
+
+def make():
+    config = Qwen3Config(
+        24, 40, 4, 2, num_kv_heads=2, head_dim=6, context_length=64, vocab_size=99
+    )
+    return Qwen3(config, rngs=nnx.Rngs(0))
+"""
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "bert", "mixtral"])
+def test_a_small_model_of_transformers_computes_in_float64(kind):
+    model = hugging_face.build(kind)
+    tokens = torch.arange(14).reshape(2, 7)
+    output = hugging_face.call(model, tokens)
+    assert output.dtype == torch.float64
+    assert output.shape == (2, 7, 24 if kind == "bert" else 99)
+    assert sum(weight.numel() for weight in model.parameters()) < 100_000
+    assert not model.training
+    # Below float64 it is what transformers has.
+    low = hugging_face.call(model.bfloat16(), tokens)
+    assert low.dtype == torch.bfloat16
+    assert torch.get_default_dtype() == torch.float32
+
+
+def test_our_qwen3_equals_that_of_transformers_from_a_shell(modules):
+    Path("ours.py").write_text(QWEN3)
+    specs = ["ours.py:make", "hf:qwen3", "--input", "int:2,7:0..98", "--layout", "ours.py:LAYOUT"]
+    assert main(["compare", *specs, *FORWARD, "--json", "r.json"]) == 0, read("r.json")["error"]
+    assert "transformers" in read("r.json")["environment"]
+
+
+def test_a_type_that_no_small_model_has_is_said(monkeypatch):
+    def refuses(kind, config_class):
+        raise KeyError("stages")
+
+    monkeypatch.setattr(hugging_face, "_built", refuses)
+    rule = (
+        r"no small model of the type 'swin': KeyError: 'stages'. Name a function .* FILE\.py:make"
+    )
+    with pytest.raises(CannotCompareError, match=rule):
+        hugging_face.build("swin")
+
+
+def test_without_transformers_a_type_is_bad_usage(modules, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "transformers.models.auto.configuration_auto", None)
+    assert main(["compare", f"{modules}:flax_linear", "hf:qwen3", *X]) == 64
+    assert "hf:qwen3 needs transformers: pip install transformers" in capsys.readouterr().err

@@ -38,12 +38,23 @@ def _parser() -> argparse.ArgumentParser:
     import flax_attn
 
     # Imported here, so that an interrupt meanwhile is one of the command.
-    from flax_attn.cli import backends, bench, compare, faults, generate, parity, plan, show
+    from flax_attn.cli import (
+        backends,
+        bench,
+        compare,
+        faults,
+        generate,
+        parity,
+        plan,
+        show,
+        skill,
+        verify,
+    )
     from flax_attn.cli.guard import Parser
 
     parser = Parser(prog="flax-attn", description=flax_attn.__doc__)
     parser.add_argument("--version", action="version", version=f"flax-attn {flax_attn.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (compare, parity, faults, show, backends, bench, generate, plan):
+    for command in (compare, verify, skill, parity, faults, show, backends, bench, generate, plan):
         command.add(commands)
     return parser

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ast
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -37,6 +37,10 @@ class InputSpec:
     kind: str
     sizes: tuple[int, ...]
     ends: tuple[float, float] | None
+
+    def resized(self, sizes: Mapping[int, int]) -> InputSpec:
+        """Return the input with other sizes in place of some."""
+        return replace(self, sizes=tuple(sizes.get(size, size) for size in self.sizes))
 
     def draw(self, random: np.random.Generator) -> np.ndarray:
         """Return random values: integers with both ends among them, masks with both values."""

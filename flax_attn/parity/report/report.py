@@ -91,6 +91,8 @@ def environment() -> dict[str, str]:
         "platform": platform.platform(),
     }
     found |= {package: _version(package) for package in PACKAGES}
+    if "transformers" in sys.modules:
+        found["transformers"] = _version("transformers")
     found["jax devices"] = ", ".join(str(device) for device in jax.devices())
     for setting in ("jax_enable_x64", "jax_default_matmul_precision"):
         found[setting] = str(getattr(jax.config, setting))
