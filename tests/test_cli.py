@@ -1,6 +1,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -205,3 +206,12 @@ def test_a_shape_that_is_none_is_bad_usage(arguments, capsys):
     with pytest.raises(SystemExit, match="64"):
         main(arguments)
     assert "argument --shape" in capsys.readouterr().err
+
+
+def test_the_skill_is_printed_and_found(capsys):
+    assert main(["skill", "--path"]) == 0
+    path = Path(capsys.readouterr().out.strip())
+    assert main(["skill"]) == 0
+    assert capsys.readouterr().out.strip() == path.read_text().strip()
+    for word in ("flax-attn compare", "flax-attn verify", "schema.json"):
+        assert word in path.read_text()
