@@ -87,9 +87,8 @@ def _low(result: Result) -> str:
         return ""
     return (
         f"{', '.join(low)} for inputs and parameters in float64: construct the Flax module without"
-        " dtype=, or, if its dtype is fixed at construction, run `flax-attn parity"
-        " pkg.mod:flax_factory pkg.mod:torch_factory`, which enables x64 before either is"
-        " constructed"
+        " dtype=, or, if its dtype is fixed at construction, run `flax-attn compare"
+        " FILE.py:FLAX FILE.py:TORCH`, which enables x64 before either is constructed"
     )
 
 
