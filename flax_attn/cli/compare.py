@@ -159,6 +159,7 @@ def _journal(request: Request) -> Iterator[Journal | None]:
     from flax_attn.parity.journal import Journal
     from flax_attn.parity.report.report import environment
 
+    # After an update, or a change of the code, the check may pass: it is another comparison.
     asked = json.dumps([asdict(request), environment()], sort_keys=True)
     key = hashlib.sha256(asked.encode()).hexdigest()[:16]
     try:
@@ -204,6 +205,7 @@ def _refused(reason: str, request: Request, options: argparse.Namespace) -> Repo
 def _show(report: Report, options: argparse.Namespace) -> None:
     from flax_attn.parity.report import console, document
 
+    # Nothing else on stdout: a program reads it.
     if options.json == "-":
         print(document.text(document.document(report)), end="")
         return

@@ -93,6 +93,7 @@ def _built(kind: str, config_class: Any) -> Any:
 
 def _small(config_class: Any) -> dict[str, Any]:
     """Return the arguments that make a configuration small; what it does not have stays away."""
+    # A class has attributes of its own, and names that stand for others.
     default = config_class()
     fields: dict[str, Any] = {}
     for name, size in SMALL.items():
@@ -117,6 +118,7 @@ def call(module: Any, *arguments: Any, **keywords: Any) -> Any:
     """
     import torch
 
+    # Only in the run that is judged in float64; the lower dtypes are as they are used.
     wide = next(module.parameters()).dtype == torch.float64
     names = {type(part).__module__ for part in module.modules()} if wide else set()
     with _in_float64(*names):

@@ -78,6 +78,7 @@ def parse(text: str) -> InputSpec:
         >>> parse("ids:int:2,7:0..99")
         InputSpec(name='ids', kind='int', sizes=(2, 7), ends=(0.0, 99.0))
     """
+    # From the right: the shape is always there, and stands behind the names.
     parts = text.split(":")
     ends = _ends(parts.pop()) if ".." in parts[-1] else None
     sizes = _sizes(parts.pop()) if parts else None

@@ -64,6 +64,7 @@ class Request:
 
         flax_module = loader.build(self.flax)
         call = self.torch_call and loader.load(self.torch_call)
+        # It was recorded on the inputs that it holds.
         if self.torch.startswith(RECORDED):
             torch_module = _recorded(self.torch.removeprefix(RECORDED), name)
             values = torch_module.inputs
@@ -161,6 +162,7 @@ def _recorded(folder: str, name: str) -> Any:
 
 
 def _with(call: Callable | None, constants: dict[str, Any]) -> Callable | None:
+    # Without them the module is called by itself, so that its own signature is seen.
     if not constants:
         return call
     return partial(call or _plain, **constants)

@@ -41,6 +41,7 @@ class Loader:
         home, colon, name = spec.rpartition(":")
         if not (colon and home and name.isidentifier()):
             raise UsageError(f"a spec is FILE.py:NAME or pkg.mod:NAME; got {spec!r}")
+        # A file that is run twice would define its classes twice.
         if home not in self._modules:
             self._modules[home] = _in_file(home) if home.endswith(".py") else _imported(home)
         module = self._modules[home]
@@ -58,6 +59,7 @@ class Loader:
             CannotCompareError: if the class or factory raises an error.
         """
         found = self.load(spec)
+        # An instance, or a function that is built in or compiled: it is what is compared.
         if not isinstance(found, type) and not inspect.isfunction(found):
             return found
         arguments = _arguments(found)
@@ -130,6 +132,7 @@ def _called(what: str, call: Callable[[], Any]) -> Any:
     try:
         return call()
     except Exception as error:
+        # The frames above it are ours.
         last = traceback.extract_tb(error.__traceback__)[-1]
         place = f"{last.filename}:{last.lineno}"
         reason = f"{what} raised {type(error).__name__}: {error} ({place})"

@@ -109,6 +109,7 @@ def _read(path: str) -> tuple[dict[str, Any], Request]:
 
 
 def _changed(request: Request) -> list[str]:
+    # Else the claim would be judged by other code than it was made of.
     changed = []
     for name, digest in request.files.items():
         file = Path(name)
@@ -137,6 +138,7 @@ def _runs(request: Request, seed: int, name: str, notes: list[str]) -> Iterator[
         pair = request.pair(Loader(), seed)
         yield _run(pair, report_on(pair, name, request.checks, locate=False))
         for other in _other_shapes(request, pair, seed, notes):
+            # A side that does not take this shape differs: PyTorch does.
             found = report_on(other, name, _CHECKS, locate=False, call_first=False)
             yield _run(other, found)
     except (CannotCompareError, PairingError, ConversionError) as error:
@@ -159,10 +161,12 @@ def _other_shapes(request: Request, pair: Pair, seed: int, notes: list[str]) -> 
     """Yield the pair on inputs in which one size is another, wherever it occurs."""
     from flax_attn.parity.adapters.adapter import AdapterError
 
+    # Axes of one size are taken for one axis, as the tokens of an input and of its mask are.
     specs = [inputs.parse(text) for text in request.inputs]
     sizes = sorted({size for spec in specs for size in spec.sizes})
     fixed = []
     for size in sizes[:_SHAPES]:
+        # Of patches and heads, a multiple alone may fit.
         for other in (size + 1, 2 * size):
             changed = [spec.resized({size: other}) for spec in specs]
             varied = pair.with_inputs(_named(inputs.draw(changed, seed)), pair.extras)
