@@ -23,6 +23,7 @@ from flax_attn.parity.adapters.adapter import (
     Result,
     is_floating,
 )
+from flax_attn.parity.adapters.recording import ExportError
 from flax_attn.parity.check import NOTHING, Check, any_finite, worst_of
 from flax_attn.parity.index_probe import index_probe
 from flax_attn.parity.lower_dtype import lower_dtype
@@ -261,6 +262,7 @@ def run_checks(
 
     Raises:
         ValueError: if a name is unknown.
+        ExportError: if the PyTorch side is an export of another comparison.
     """
     # All names are checked before the first check runs, which may take minutes.
     for name in names or ():
@@ -288,6 +290,9 @@ def _run_checks(
             yield Check(name, np.inf, 0.0, nothing=str(reason))
         # One that raises, in whatever library below it, must not cost what the others find.
         except Exception as error:
+            # An export that does not belong to these inputs is of use to no check.
+            if isinstance(error.__cause__, ExportError):
+                raise error.__cause__ from None
             yield _raised(name, error)
 
 
