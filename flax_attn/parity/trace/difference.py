@@ -113,10 +113,18 @@ class Difference:
             yield f"and {left} more"
         yield sentences.proof(self)
 
+    def documents(self) -> list[dict[str, Any]]:
+        """Return the hypotheses for JSON."""
+        proven = None if self.unproven else self.repaired
+        found = []
+        for one in self.hypotheses:
+            words = {"sentence": sentences.headline(one), "edit": sentences.edit(one)}
+            found.append({**one.as_dict(), **words, "repairs": proven})
+        return found
+
     def as_dict(self) -> dict[str, Any]:
-        """Return everything for JSON."""
+        """Return what is known beside the hypotheses, for JSON."""
         return {
-            "hypotheses": [found.as_dict() for found in self.hypotheses],
             "repaired": self.repaired,
             "remaining": list(self.remaining),
             "backward": self.backward,

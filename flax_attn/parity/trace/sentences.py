@@ -28,6 +28,17 @@ def headline(found: Hypothesis) -> str:
     return f"{where}: {_difference(found)}"
 
 
+def edit(found: Hypothesis) -> str:
+    """Return what to change in the JAX module."""
+    where = f"in {found.flax.place}: " if found.flax.places else ""
+    ours, theirs = found.flax.value, found.torch.value
+    if not theirs:
+        return f"{where}remove {ours}"
+    if not ours:
+        return f"{where}add {theirs}"
+    return f"{where}{theirs} for {ours}"
+
+
 def proof(found: Difference) -> str:
     """Return what the replacements by values of PyTorch prove."""
     what = "gradients" if found.backward else "outputs"
