@@ -225,19 +225,20 @@ class Pair:
         return {name: random.normal(size=array.shape) for name, array in leaves.items()}
 
     def training_spec(self) -> TrainingSpec:
-        """Return the training run of the pair: fit the first floating output to a random target."""
+        """Return the training run of the pair: fit each floating output to a random target."""
         random = np.random.default_rng(self.seed + TARGET)
-        output = next(iter(self.cotangents))
         keys = random.integers(0, 2**32, (self.recipe.steps, 2))
-        target = random.normal(size=self.cotangents[output].shape)
+        targets = {}
+        for name in self.cotangents:
+            output = self.plain.outputs[name]
+            # One output that is not finite, such as a hidden score, would make the whole loss so.
+            targets[name] = np.where(np.isfinite(output), random.normal(size=output.shape), np.nan)
         return TrainingSpec(
             name="training",
             recipe=self.recipe,
             inputs=dict(self.inputs),
             extras=self.extras,
-            output=output,
-            target=target,
-            cotangents=self.cotangents,
+            targets=targets,
             keys=keys,
             train=self.takes("dropout_key"),
         )
