@@ -8,10 +8,10 @@ from collections.abc import Iterator, Sequence
 
 from flax_attn.parity import compare
 from flax_attn.parity.report.report import Report
-from parity_tests.right_pairs import dense, images
+from parity_tests.right_pairs import dense, images, tokens
 from parity_tests.right_pairs.pairs import SIZES, Build
 
-PAIRS: dict[str, Build] = {**dense.PAIRS, **images.PAIRS}
+PAIRS: dict[str, Build] = {**dense.PAIRS, **images.PAIRS, **tokens.PAIRS}
 
 
 def judged(name: str, size: str, seed: int) -> Report:

@@ -33,9 +33,7 @@ def dilated_convolution(size: Size) -> Sides:
 
 def depthwise_convolution(size: Size) -> Sides:
     groups = size.channels
-    ours = nnx.Conv(
-        groups, groups, (3, 3), padding=1, feature_group_count=groups, rngs=rngs()
-    )
+    ours = nnx.Conv(groups, groups, (3, 3), padding=1, feature_group_count=groups, rngs=rngs())
     theirs = torch.nn.Conv2d(groups, groups, 3, padding=1, groups=groups)
     return Sides(ours, theirs, [size.image], IMAGES)
 

@@ -1,9 +1,10 @@
-"""A JAX program in which the sums that JAX itself adds are rounded once, as PyTorch's are.
+"""A JAX program in which the sums of JAX itself are rounded once, much as PyTorch's are.
 
-`jnp.sum` adds up a lower dtype in float32, and so does a product of matrices. Two sums do not, and
+`jnp.sum` adds up half precision in float32, and so does a product of matrices. Two sums do not, and
 round at every step: the one that JAX makes of a broadcast when it differentiates it, such as that
-of a bias over all tokens, and that of the windows of a pool. No port can write these otherwise. A
-sum in a lower dtype that the program itself asks for is left as it is.
+of a bias over all tokens, and that of the windows of a pool. In float32 every sum does, where
+PyTorch adds up in pairs. No port can write these otherwise. A sum in half precision that a program
+itself asks for is left as it is.
 """
 
 from __future__ import annotations
@@ -13,10 +14,17 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 # Operations that are one call of another program, with its parameters unchanged.
-_CALLS = ("jit", "pjit", "remat2", "checkpoint", "closed_call", "custom_jvp_call", "custom_vjp_call")
+_CALLS = (
+    "jit",
+    "pjit",
+    "remat2",
+    "checkpoint",
+    "closed_call",
+    "custom_jvp_call",
+    "custom_vjp_call",
+)
 _PROGRAMS = ("jaxpr", "call_jaxpr")
 _WIDER = {"bfloat16": "float32", "float16": "float32", "float32": "float64"}
 
@@ -81,8 +89,9 @@ def _in_backward_pass(eqn: Any, backward: bool) -> bool:
 
 
 def _is_own_sum(eqn: Any, backward: bool) -> bool:
-    name = eqn.primitive.name
-    return name == "reduce_window_sum" or (name == "reduce_sum" and backward)
+    if eqn.primitive.name == "reduce_sum":
+        return backward or eqn.outvars[0].aval.dtype == "float32"
+    return eqn.primitive.name == "reduce_window_sum"
 
 
 def _rewritten(value: Any, backward: bool) -> Any:
