@@ -108,12 +108,13 @@ def test_sums_that_a_program_asks_for_are_left_as_they_are(again):
     assert sums_in(program, "bf16")
 
 
-POSITIVE = np.abs(np.random.default_rng(0).normal(size=(4, 2048)))
+POSITIVE = np.abs(np.random.default_rng(0).normal(size=(4, 512)))
 TOKENS = (2, 9, 7)
 
 
 def low_sum(x):
-    return jax.lax.reduce(x, np.zeros((), x.dtype), jax.lax.add, (1,))
+    start = jnp.zeros_like(x[:, 0])
+    return jax.lax.scan(lambda total, row: (total + row, None), start, x.T)[0]
 
 
 def low_positions(x):

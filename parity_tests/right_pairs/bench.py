@@ -8,10 +8,16 @@ from collections.abc import Iterator, Sequence
 
 from flax_attn.parity import compare
 from flax_attn.parity.report.report import Report
-from parity_tests.right_pairs import dense, images, tokens
+from parity_tests.right_pairs import dense, equinox_layers, images, models, tokens
 from parity_tests.right_pairs.pairs import SIZES, Build
 
-PAIRS: dict[str, Build] = {**dense.PAIRS, **images.PAIRS, **tokens.PAIRS}
+PAIRS: dict[str, Build] = {
+    **dense.PAIRS,
+    **equinox_layers.PAIRS,
+    **images.PAIRS,
+    **tokens.PAIRS,
+    **models.PAIRS,
+}
 
 
 def judged(name: str, size: str, seed: int) -> Report:
