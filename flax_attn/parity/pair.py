@@ -112,8 +112,6 @@ class Pair:
         """Whether the calls of both take an extra."""
         return extra in self.flax.accepts and extra in self.torch.accepts
 
-    # Results are cached by the name of the run spec, so that checks share runs.
-
     def run(self, framework: str, spec: RunSpec) -> Result:
         """Return the result of `"flax"` or `"torch"`, run once for each name of a spec."""
         return self._once(framework, spec, "run")
@@ -225,14 +223,14 @@ class Pair:
         return {name: random.normal(size=array.shape) for name, array in leaves.items()}
 
     def training_spec(self) -> TrainingSpec:
-        """Return the training run of the pair: fit each floating output to a random target."""
+        """Return the training run: fit each floating output to a random target."""
         random = np.random.default_rng(self.seed + TARGET)
         keys = random.integers(0, 2**32, (self.recipe.steps, 2))
         targets = {}
         for name in self.cotangents:
-            output = self.plain.outputs[name]
-            # One output that is not finite, such as a hidden score, would make the whole loss so.
-            targets[name] = np.where(np.isfinite(output), random.normal(size=output.shape), np.nan)
+            finite = np.isfinite(self.plain.outputs[name])
+            # One element that is not, such as a hidden score, would make the whole loss so.
+            targets[name] = np.where(finite, random.normal(size=finite.shape), np.nan)
         return TrainingSpec(
             name="training",
             recipe=self.recipe,

@@ -8,16 +8,21 @@ from collections.abc import Iterator, Sequence
 
 from flax_attn.parity import compare
 from flax_attn.parity.report.report import Report
-from parity_tests.right_pairs import dense, equinox_layers, images, models, tokens
+from parity_tests.right_pairs import (
+    dense,
+    equinox_layers,
+    image_blocks,
+    images,
+    models,
+    token_blocks,
+    tokens,
+)
 from parity_tests.right_pairs.pairs import SIZES, Build
 
-PAIRS: dict[str, Build] = {
-    **dense.PAIRS,
-    **equinox_layers.PAIRS,
-    **images.PAIRS,
-    **tokens.PAIRS,
-    **models.PAIRS,
-}
+TABLES = (dense, equinox_layers, images, image_blocks, tokens, token_blocks, models)
+PAIRS: dict[str, Build] = {}
+for _table in TABLES:
+    PAIRS.update(_table.PAIRS)
 
 
 def judged(name: str, size: str, seed: int) -> Report:

@@ -58,7 +58,9 @@ def bert(size: Size) -> Sides:
         return found.last_hidden_state, found.pooler_output
 
     sides = models.Bert(ours, rngs=rngs()), transformers.BertModel(config).eval()
-    options = {"torch_call": states, "layout": models.Bert.family.layout}
+    family = models.Bert.family
+    assert family is not None
+    options = {"torch_call": states, "layout": family.layout}
     return Sides(*sides, [_ids(size)], options)
 
 

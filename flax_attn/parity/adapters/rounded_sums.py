@@ -26,6 +26,8 @@ _CALLS = (
     "custom_vjp_call",
 )
 _PROGRAMS = ("jaxpr", "call_jaxpr")
+# Operations that hold programs; kernels, which do too, are left as they are.
+_LOOPS = ("scan", "while", "cond")
 _WIDER = {"bfloat16": "float32", "float16": "float32", "float32": "float64"}
 
 
@@ -71,7 +73,9 @@ def _result(eqn: Any, values: list[Any], backward: bool) -> Sequence[Any]:
     inner = [eqn.params[name] for name in _PROGRAMS if name in eqn.params]
     if inner and eqn.primitive.name in _CALLS:
         return _evaluated(inner[0], values, inside)
-    params = {name: _rewritten(value, inside) for name, value in eqn.params.items()}
+    params = dict(eqn.params)
+    if eqn.primitive.name in _LOOPS:
+        params = {name: _rewritten(value, inside) for name, value in params.items()}
     wider = _WIDER.get(str(eqn.outvars[0].aval.dtype)) if _is_own_sum(eqn, inside) else None
     if wider:
         values = [value.astype(wider) for value in values]
@@ -96,11 +100,12 @@ def _is_own_sum(eqn: Any, backward: bool) -> bool:
 
 def _rewritten(value: Any, backward: bool) -> Any:
     """Return the programs in a parameter, such as the body of a scan, with their sums rounded."""
+    if _is_program(value):
+        return jax.make_jaxpr(lambda *values: _evaluated(value, values, backward))(*value.in_avals)
+    # Of the other tuples some have a class of their own.
     if isinstance(value, tuple) and any(map(_is_program, value)):
         return tuple(_rewritten(one, backward) for one in value)
-    if not _is_program(value):
-        return value
-    return jax.make_jaxpr(lambda *values: _evaluated(value, values, backward))(*value.in_avals)
+    return value
 
 
 def _is_program(value: Any) -> bool:
