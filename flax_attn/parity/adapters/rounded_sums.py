@@ -35,6 +35,7 @@ def with_rounded_sums(function: Callable) -> Callable:
     """Return a function of arrays, and of static keywords, with each sum of JAX's rounded once.
 
     Example:
+        >>> import jax.numpy as jnp
         >>> def shift(x):
         ...     return jax.vjp(lambda bias: bias + jnp.zeros((1000, 1), bias.dtype), x)[1]
         >>> ones = jnp.ones((1000, 1), jnp.bfloat16)
