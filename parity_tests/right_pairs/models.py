@@ -54,8 +54,7 @@ def bert(size: Size) -> Sides:
     )
 
     def states(model, ids):
-        found = model(ids)
-        return found.last_hidden_state, found.pooler_output
+        return model(ids).last_hidden_state
 
     sides = models.Bert(ours, rngs=rngs()), transformers.BertModel(config).eval()
     family = models.Bert.family

@@ -37,7 +37,7 @@ def with_rounded_sums(function: Callable) -> Callable:
     Example:
         >>> import jax.numpy as jnp
         >>> def shift(x):
-        ...     return jax.vjp(lambda bias: bias + jnp.zeros((1000, 1), bias.dtype), x)[1]
+        ...     return jax.vjp(lambda bias: bias[None] + jnp.zeros((1000, 1), bias.dtype), x)[1]
         >>> ones = jnp.ones((1000, 1), jnp.bfloat16)
         >>> gradient = lambda ones: shift(jnp.zeros((1,), jnp.bfloat16))(ones)[0]
         >>> float(with_rounded_sums(gradient)(ones)[0])
