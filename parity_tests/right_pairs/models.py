@@ -42,7 +42,8 @@ def bert(size: Size) -> Sides:
         intermediate_size=2 * size.width,
         max_position_embeddings=256,
         vocab_size=size.out,
-        pad_token_id=0,
+        # PyTorch gives the row of a padding id no gradient.
+        pad_token_id=None,
     )
     ours = models.BertConfig(
         size.width,
