@@ -53,6 +53,7 @@ class RunSpec:
         cached: whether the outputs are computed in steps with a cache, by the call given for that.
         rounding_seed: seed of stochastic rounding of all parameters and inputs; 0 rounds to
             nearest.
+        rounded_sums: whether each sum that JAX itself adds to a program is rounded once.
     """
 
     name: str
@@ -65,6 +66,7 @@ class RunSpec:
     eager: bool = False
     cached: bool = False
     rounding_seed: int = 0
+    rounded_sums: bool = False
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from flax_attn.parity.adapters.adapter import (
 from flax_attn.parity.adapters.jax_parts import take_apart
 from flax_attn.parity.adapters.module_adapter import ModuleAdapter, output_of
 from flax_attn.parity.adapters.quick_jit import compiled
+from flax_attn.parity.adapters.rounded_sums import with_rounded_sums
 from flax_attn.parity.training import TrainingSpec
 
 
@@ -125,7 +126,8 @@ class JaxAdapter(ModuleAdapter):
             return Result(float64(outputs), dtypes=dtypes(outputs))
         cotangents = self.arrays(spec.cotangents, spec.dtype)
         if spec.tangents is None:
-            outputs, gradients = self._gradients(*arguments, cotangents, train=spec.train)
+            run = self._rounded_gradients if spec.rounded_sums else self._gradients
+            outputs, gradients = run(*arguments, cotangents, train=spec.train)
             return Result(float64(outputs), self._all(*gradients), dtypes=dtypes(outputs))
         along = self._tangents(spec.tangents, *arguments[:2])
         second = self._second(*arguments, cotangents, along)
@@ -136,16 +138,16 @@ class JaxAdapter(ModuleAdapter):
         params = self.arrays(self._params)
         state = self._state(spec.train, "float64")
         inputs = self.arrays(spec.inputs)
-        zeros = self.arrays({name: np.zeros_like(value) for name, value in spec.cotangents.items()})
+        zeros = self.arrays({name: np.zeros_like(value) for name, value in spec.targets.items()})
         fit, update, optimizer_state = self._training_step(spec, params)
         losses = []
         for key in spec.keys:
             extras = _extras({**spec.extras, "dropout_key": key})
             run = partial(self._gradients, params, inputs, state, extras, train=spec.train)
-            # One compiled program gives the output first, then the gradients of its loss.
+            # One compiled program gives the outputs first, then the gradients of their loss.
             outputs, _ = run(zeros)
-            loss, cotangent = fit(outputs[spec.output])
-            _, (gradients, _) = run({**zeros, spec.output: cotangent})
+            loss, cotangents = fit(outputs)
+            _, (gradients, _) = run(cotangents)
             params, optimizer_state = update(params, optimizer_state, gradients)
             losses.append(loss)
         return self._shared(params) | {"loss": np.array(losses)}
@@ -153,9 +155,9 @@ class JaxAdapter(ModuleAdapter):
     def _training_step(
         self, spec: TrainingSpec, params: Mapping[str, jax.Array]
     ) -> tuple[Callable, Callable, Any]:
-        """Return the loss with its gradient, the parameter update, and the optimizer state."""
+        """Return the loss with its gradients, the parameter update, and the optimizer state."""
         optimizer = spec.recipe.optax()
-        target = jnp.asarray(spec.target)
+        targets = self.arrays(spec.targets)
         # What is not shared, or is frozen in PyTorch, is not trained here either.
         shared = set().union(*(entry.ours for entry in self._trained))
 
@@ -163,9 +165,16 @@ class JaxAdapter(ModuleAdapter):
             return {name: value for name, value in values.items() if name in shared}
 
         @compiled
-        def fit(output):
-            error = output - target
-            return jnp.square(error).mean(), 2 * error / error.size
+        def fit(outputs):
+            loss = jnp.zeros(())
+            cotangents = {}
+            for name, target in targets.items():
+                # A module may return an output in another dtype than that of the run.
+                output = output_of(outputs, name).astype(target.dtype)
+                error = jnp.where(jnp.isnan(target), 0.0, output - target)
+                loss += jnp.square(error).mean()
+                cotangents[name] = 2 * error / error.size
+            return loss, cotangents
 
         @compiled
         def update(params, state, gradients):
@@ -204,17 +213,20 @@ class JaxAdapter(ModuleAdapter):
         """Gradients of parameters and of floating inputs, and the outputs."""
         return jax.grad(self._weighted, argnums=(0, 1), has_aux=True)
 
+    def _with_gradients(self, params, inputs, state, extras, cotangents, train: bool):
+        """Return the outputs, and the gradients of parameters and of floating inputs."""
+        rest = inputs, state, extras, cotangents, train
+        found, outputs = self._differentiate(params, _floating(inputs), *rest)
+        return outputs, found
+
     @cached_property
     def _gradients(self) -> Callable:
-        """Outputs, and gradients of parameters and of floating inputs."""
+        return compiled(self._with_gradients, static_argnames=("train",))
 
-        def gradients(params, inputs, state, extras, cotangents, train):
-            floating = _floating(inputs)
-            rest = inputs, state, extras, cotangents, train
-            found, outputs = self._differentiate(params, floating, *rest)
-            return outputs, found
-
-        return compiled(gradients, static_argnames=("train",))
+    @cached_property
+    def _rounded_gradients(self) -> Callable:
+        rounded = with_rounded_sums(self._with_gradients)
+        return compiled(rounded, static_argnames=("train",))
 
     @cached_property
     def _second(self) -> Callable:
