@@ -15,6 +15,7 @@ from pathlib import Path
 import jax
 
 from flax_attn.convert.replacing import replacing
+from flax_attn.parity import known_faults
 from flax_attn.parity.adapters import recording
 from flax_attn.parity.report import console, page, wording
 from flax_attn.parity.report.findings import Findings
@@ -95,6 +96,7 @@ def environment() -> dict[str, str]:
     }
     found |= {package: _version(package) for package in PACKAGES}
     found["jax devices"] = ", ".join(str(device) for device in jax.devices())
+    found["known wrong results"] = known_faults.summary()
     for setting in ("jax_enable_x64", "jax_default_matmul_precision"):
         found[setting] = str(getattr(jax.config, setting))
     # A report of JAX alone does not import torch.
