@@ -103,7 +103,7 @@ def prove(
     Args:
         variant: row of the table.
         seed: seed of the weights and inputs.
-        checks: names of checks; None is `QUICK_CHECKS`, every layout of the weights and `many_rows`.
+        checks: names of checks; None is `QUICK_CHECKS`, all layouts of the weights and `many_rows`.
         full: whether None is `FULL_CHECKS` instead.
         pair: pair of the variant, if there is one already.
     """
