@@ -174,7 +174,7 @@ def _show(found: list[Report], in_full: bool, full: bool) -> None:
             )
     if not full:
         console.print(
-            "Training, and eager against compiled: flax-attn parity --full",
+            "Training, and eager against compiled for each row: flax-attn parity --full",
             style="dim",
             highlight=False,
         )

@@ -164,6 +164,11 @@ class Pair:
         """Outputs alone in float64, in JAX without `jax.jit`."""
         return self.run_spec("outputs", eager=True)
 
+    @property
+    def as_users_compile(self) -> RunSpec:
+        """Outputs alone in float64, in JAX by a plain `jax.jit`."""
+        return self.run_spec("compiled", optimized=True)
+
     @cached_property
     def plain(self) -> Result:
         """The outputs of PyTorch in float64."""

@@ -23,7 +23,7 @@ from flax_attn.parity.adapters.adapter import (
 )
 from flax_attn.parity.adapters.jax_parts import take_apart
 from flax_attn.parity.adapters.module_adapter import ModuleAdapter, output_of
-from flax_attn.parity.adapters.quick_jit import compiled
+from flax_attn.parity.adapters.quick_jit import compiled, optimized
 from flax_attn.parity.adapters.rounded_sums import with_rounded_sums
 from flax_attn.parity.training import TrainingSpec
 
@@ -111,7 +111,17 @@ class JaxAdapter(ModuleAdapter):
         with jax.default_device(self.device), jax.default_matmul_precision("highest"):
             return self._run(spec)
 
-    def _run(self, spec: RunSpec) -> Result:
+    def traced(self, spec: RunSpec) -> tuple[Any, list[jax.Array]]:
+        """Return the jaxpr of what a float64 run compiles, and the arrays that it takes."""
+        arguments = self._arguments(spec)
+        if spec.cotangents is None:
+            run = partial(self._outputs, train=spec.train)
+        else:
+            arguments = *arguments, self.arrays(spec.cotangents)
+            run = partial(self._with_gradients, train=spec.train)
+        return jax.make_jaxpr(run)(*arguments), jax.tree.leaves(arguments)
+
+    def _arguments(self, spec: RunSpec) -> tuple[Any, ...]:
         own, inputs = self._params, spec.inputs
         if spec.rounding_seed:
             factors = rounding_factors(spec.rounding_seed, float(jnp.finfo(spec.dtype).eps))
@@ -119,10 +129,12 @@ class JaxAdapter(ModuleAdapter):
             inputs = _round_stochastically(inputs, factors)
         params = self.arrays(own, spec.dtype)
         state = self._state(spec.train, spec.dtype)
-        arguments = params, self.arrays(inputs, spec.dtype), state, _extras(spec.extras)
+        return params, self.arrays(inputs, spec.dtype), state, _extras(spec.extras)
+
+    def _run(self, spec: RunSpec) -> Result:
+        arguments = self._arguments(spec)
         if spec.cotangents is None:
-            run = self._outputs if spec.eager else self._forward
-            outputs = run(*arguments, spec.train, spec.cached)
+            outputs = self._forward(spec)(*arguments, spec.train, spec.cached)
             return Result(float64(outputs), dtypes=dtypes(outputs))
         cotangents = self.arrays(spec.cotangents, spec.dtype)
         if spec.tangents is None:
@@ -204,9 +216,18 @@ class JaxAdapter(ModuleAdapter):
             total += jnp.sum(output * cotangent)
         return total, outputs
 
+    def _forward(self, spec: RunSpec) -> Callable:
+        if spec.eager:
+            return self._outputs
+        return self._optimized if spec.optimized else self._compiled
+
     @cached_property
-    def _forward(self) -> Callable:
+    def _compiled(self) -> Callable:
         return compiled(self._outputs, static_argnames=("train", "cached"))
+
+    @cached_property
+    def _optimized(self) -> Callable:
+        return optimized(self._outputs, static_argnames=("train", "cached"))
 
     @property
     def _differentiate(self) -> Callable:

@@ -36,6 +36,10 @@ _COLUMNS = {
         "1",
     ),
     "jit = eager": ("float64: compiled against eager", f"{tolerance.FORWARD:.0e}"),
+    "many rows": (
+        "float64: compiled against eager for 40,000 tokens, once for each class",
+        f"{tolerance.FORWARD:.0e}",
+    ),
     "dropout": (
         "float64: train mode with one dropout key, outputs and gradients",
         f"{tolerance.GRADIENT:.0e}",

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from flax_attn.convert.rules import Entry
 from flax_attn.parity.check import Check
 from flax_attn.parity.pair import Pair
-from flax_attn.parity.trace.difference import Difference
+
+if TYPE_CHECKING:
+    from flax_attn.parity.trace.difference import Difference
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import jax
 
+from flax_attn.parity import known_faults
 from flax_attn.parity.adapters import recording
 from flax_attn.parity.report import console, document, page, wording
 from flax_attn.parity.report.findings import Findings
@@ -94,6 +95,7 @@ def environment() -> dict[str, str]:
     if "transformers" in sys.modules:
         found["transformers"] = _version("transformers")
     found["jax devices"] = ", ".join(str(device) for device in jax.devices())
+    found["known wrong results"] = known_faults.summary()
     for setting in ("jax_enable_x64", "jax_default_matmul_precision"):
         found[setting] = str(getattr(jax.config, setting))
     # A report of JAX alone does not import torch.
