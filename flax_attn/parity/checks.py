@@ -20,12 +20,17 @@ from flax_attn.parity.adapters.adapter import (
     NotRun,
     PairingError,
     Result,
+    Untested,
     is_floating,
 )
 from flax_attn.parity.check import NOTHING, Check, any_finite, worst_of
+from flax_attn.parity.ids import ids
 from flax_attn.parity.index_probe import index_probe
 from flax_attn.parity.lower_dtype import lower_dtype
+from flax_attn.parity.masks import masks
+from flax_attn.parity.other_shapes import other_shapes
 from flax_attn.parity.pair import LOWER, Pair
+from flax_attn.parity.repeated_calls import twice
 from flax_attn.parity.stress import STRESS_INPUTS, stress
 from flax_attn.parity.training import check_choice
 
@@ -53,7 +58,7 @@ def _check_shared(pair: Pair) -> None:
     if not pair.has_parameters:
         raise NotRun("there are no parameters")
     if not pair.shares_weights:
-        raise NotRun("without a layout it is not known which parameter is which")
+        raise Untested("without a layout it is not known which parameter is which")
 
 
 def forward(pair: Pair) -> Check:
@@ -235,8 +240,12 @@ CHECKS: dict[str, Callable[[Pair], Check]] = {
     "second": second,
     **{dtype: partial(lower_dtype, dtype) for dtype in LOWER},
     "jit = eager": eager,
+    "twice": twice,
     "dropout": dropout,
     "unbatched": unbatched,
+    "other shapes": other_shapes,
+    "masks": masks,
+    "ids": ids,
     "cache = full": cache,
     **{name: partial(stress, name) for name in STRESS_INPUTS},
     "training": training,
@@ -275,10 +284,15 @@ def _run_checks(
         try:
             yield CHECKS[name](pair)
         except NotRun as reason:
-            yield Check(name, np.inf, 0.0, skipped=str(reason), wanted=wanted and names is not None)
+            yield _not_run(name, reason, wanted and names is not None)
         except NothingCompared as reason:
             yield Check(name, np.inf, 0.0, nothing=str(reason))
         except AdapterError as error:
             if isinstance(error.__cause__, PairingError):
                 raise error.__cause__ from None
             yield Check(name, np.inf, 0.0, worst="the call itself", note=str(error))
+
+
+def _not_run(name: str, reason: NotRun, wanted: bool) -> Check:
+    untested = (f"{name}: {reason}",) if isinstance(reason, Untested) else ()
+    return Check(name, np.inf, 0.0, skipped=str(reason), wanted=wanted, untested=untested)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from flax_attn.parity.adapters.recording import Recording, RecordingAdapter
 from flax_attn.parity.check import Check
 from flax_attn.parity.checks import run_checks
+from flax_attn.parity.coverage import coverage_of
 from flax_attn.parity.cpu import on_cpu
 from flax_attn.parity.inputs import Inputs
 from flax_attn.parity.one_pass import note_on_variance
@@ -183,6 +184,7 @@ def report_on(
             command=command,
             divergence=divergence,
             pair=pair,
+            coverage=coverage_of(pair, found),
         )
 
 

@@ -29,6 +29,10 @@ class NotRun(Exception):  # noqa: N818, it is no error
     """A check that does not apply to a pair; the message says why."""
 
 
+class Untested(NotRun):
+    """A check that applies to a pair and could not be tried: "equal" does not extend to it."""
+
+
 class BothRaise(NotRun):
     """A run in which both frameworks raise an error: their messages."""
 
@@ -50,6 +54,8 @@ class RunSpec:
         cotangents: cotangents of the outputs, for gradients; None computes outputs alone.
         tangents: tangents of parameters and inputs, for directional derivatives of the gradients.
         eager: whether JAX runs without `jax.jit`.
+        before: inputs of a call of the same module before this one, in JAX without `jax.jit`; None
+            is no such call.
         cached: whether the outputs are computed in steps with a cache, by the call given for that.
         rounding_seed: seed of stochastic rounding of all parameters and inputs; 0 rounds to
             nearest.
@@ -63,6 +69,7 @@ class RunSpec:
     cotangents: Arrays | None = None
     tangents: Arrays | None = None
     eager: bool = False
+    before: Arrays | None = None
     cached: bool = False
     rounding_seed: int = 0
 

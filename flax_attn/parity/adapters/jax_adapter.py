@@ -23,7 +23,7 @@ from flax_attn.parity.adapters.adapter import (
 )
 from flax_attn.parity.adapters.jax_parts import take_apart
 from flax_attn.parity.adapters.module_adapter import ModuleAdapter, output_of
-from flax_attn.parity.adapters.quick_jit import compiled
+from flax_attn.parity.adapters.quick_jit import Compiled, compiled
 from flax_attn.parity.training import TrainingSpec
 
 
@@ -102,14 +102,10 @@ class JaxAdapter(ModuleAdapter):
             return self._run(spec)
 
     def _run(self, spec: RunSpec) -> Result:
-        own, inputs = self._params, spec.inputs
-        if spec.rounding_seed:
-            factors = rounding_factors(spec.rounding_seed, float(jnp.finfo(spec.dtype).eps))
-            own = _round_stochastically(own, factors)
-            inputs = _round_stochastically(inputs, factors)
-        params = self.arrays(own, spec.dtype)
-        state = self._state(spec.train, spec.dtype)
-        arguments = params, self.arrays(inputs, spec.dtype), state, _extras(spec.extras)
+        arguments = self._arguments(spec)
+        if spec.before is not None:
+            outputs = self._called_again(spec, *arguments)
+            return Result(float64(outputs), dtypes=dtypes(outputs))
         if spec.cotangents is None:
             run = self._outputs if spec.eager else self._forward
             outputs = run(*arguments, spec.train, spec.cached)
@@ -121,6 +117,29 @@ class JaxAdapter(ModuleAdapter):
         along = self._tangents(spec.tangents, *arguments[:2])
         second = self._second(*arguments, cotangents, along)
         return Result({}, second=self._all(*second))
+
+    def program(self, spec: RunSpec) -> Any:
+        """Return the jaxpr of a compiled run; where that has run, nothing is traced again."""
+        arguments = self._arguments(spec)
+        if spec.cotangents is None:
+            return self._forward.trace(*arguments, spec.train, spec.cached).jaxpr
+        cotangents = self.arrays(spec.cotangents, spec.dtype)
+        return self._gradients.trace(*arguments, cotangents, train=spec.train).jaxpr
+
+    def _arguments(self, spec: RunSpec) -> tuple[Any, ...]:
+        own, inputs = self._params, spec.inputs
+        if spec.rounding_seed:
+            factors = rounding_factors(spec.rounding_seed, float(jnp.finfo(spec.dtype).eps))
+            own = _round_stochastically(own, factors)
+            inputs = _round_stochastically(inputs, factors)
+        params = self.arrays(own, spec.dtype)
+        state = self._state(spec.train, spec.dtype)
+        return params, self.arrays(inputs, spec.dtype), state, _extras(spec.extras)
+
+    def _called_again(self, spec: RunSpec, params, inputs, state, extras) -> dict[str, Any]:
+        module = self._build(params, state, spec.train)
+        self.call(module, self.arrays(spec.before or {}, spec.dtype), extras)
+        return self.call(module, inputs, extras)
 
     def train(self, spec: TrainingSpec) -> Arrays:
         """Train a copy; return the final parameters by shared names, and the losses as `loss`."""
@@ -187,7 +206,7 @@ class JaxAdapter(ModuleAdapter):
         return total, outputs
 
     @cached_property
-    def _forward(self) -> Callable:
+    def _forward(self) -> Compiled:
         return compiled(self._outputs, static_argnames=("train", "cached"))
 
     @property
@@ -196,7 +215,7 @@ class JaxAdapter(ModuleAdapter):
         return jax.grad(self._weighted, argnums=(0, 1), has_aux=True)
 
     @cached_property
-    def _gradients(self) -> Callable:
+    def _gradients(self) -> Compiled:
         """Outputs, and gradients of parameters and of floating inputs."""
 
         def gradients(params, inputs, state, extras, cotangents, train):

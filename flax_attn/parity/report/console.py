@@ -136,6 +136,8 @@ def _parts(report: Findings) -> Iterator[RenderableType]:
     yield Text.assemble(
         (report.name, "bold"), ": ", _verdict(report), f"\n{wording.reason(report)}\n"
     )
+    yield from _titled("tested", [report.coverage.lines] if report.coverage.lines else [])
+    yield from _titled("not tested", report.coverage.untested, "yellow")
     yield from _titled("causes", report.causes)
     yield from _titled("where they differ", report.where)
     yield _checks([check for check in report.checks if check.ran])

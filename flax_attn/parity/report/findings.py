@@ -10,6 +10,7 @@ import numpy as np
 
 from flax_attn.convert.rules import Entry
 from flax_attn.parity.check import Check, finite
+from flax_attn.parity.coverage import Coverage
 from flax_attn.parity.pair import Pair
 from flax_attn.parity.trace.causes import grouped
 from flax_attn.parity.trace.divergence import Divergence
@@ -30,6 +31,7 @@ class Findings:
         divergence: the place and the causes of the difference, if a check failed and they could be
             found.
         pair: both sides, for pictures; not part of the written report.
+        coverage: what was exercised, and what was not tested.
     """
 
     name: str
@@ -41,6 +43,7 @@ class Findings:
     command: str = ""
     divergence: Divergence | None = None
     pair: Pair | None = None
+    coverage: Coverage = field(default_factory=Coverage)
 
     @property
     def passed(self) -> bool:
@@ -52,6 +55,15 @@ class Findings:
     def differs(self) -> bool:
         """Whether a rule is broken: neither that nor `passed` where nothing was compared."""
         return any(check.ran for check in self.failed)
+
+    @property
+    def state(self) -> str:
+        """The verdict: "equal", "equal where tested", "different" or "not compared"."""
+        if self.differs:
+            return "different"
+        if not self.passed:
+            return "not compared"
+        return "equal where tested" if self.coverage.untested else "equal"
 
     @property
     def failed(self) -> list[Check]:
@@ -81,7 +93,10 @@ class Findings:
         """Return the verdict as a failing test prints it: causes, nodes, then failed checks."""
         if self.passed:
             by = "exactly" if np.isinf(self.margin) else f"{self.margin:.3g}x below the rules"
-            return f"{self.name}: both sides are the same function, {by}"
+            where = " where tested" if self.coverage.untested else ""
+            line = f"{self.name}: both sides are the same function{where}, {by}"
+            missing = [f"not tested: {sentence}" for sentence in self.coverage.untested]
+            return "\n  ".join([line, *missing])
         failed = self.failed or [check for check in self.checks if not check.ran]
         verdict = "not proven that both sides are the same function"
         if self.differs:
@@ -95,7 +110,9 @@ class Findings:
         """Return all measurements for JSON, causes first; infinities and NaN become None."""
         return {
             "variant": self.name,
+            "state": self.state,
             "passed": self.passed,
+            "coverage": asdict(self.coverage),
             "causes": list(self.divergence.causes) if self.divergence else [],
             "divergence": None if self.divergence is None else self.divergence.as_dict(),
             "checks": [_record(check) for check in self.checks],

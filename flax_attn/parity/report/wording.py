@@ -81,10 +81,8 @@ def worst(check: Check) -> str:
 
 
 def verdict(report: Findings) -> str:
-    """Return the verdict in a word or two."""
-    if report.passed:
-        return "equal"
-    return "DIFFERENT" if report.differs else "NOT PROVEN"
+    """Return the verdict in a word or two, large unless it is a form of equal."""
+    return report.state if report.passed else report.state.upper()
 
 
 def reason(report: Findings) -> str:
