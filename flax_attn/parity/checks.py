@@ -24,6 +24,7 @@ from flax_attn.parity.adapters.adapter import (
     is_floating,
 )
 from flax_attn.parity.check import NOTHING, Check, any_finite, worst_of
+from flax_attn.parity.dropout import dropout
 from flax_attn.parity.ids import ids
 from flax_attn.parity.index_probe import index_probe
 from flax_attn.parity.lower_dtype import lower_dtype
@@ -148,24 +149,6 @@ def eager(pair: Pair) -> Check:
     reference = pair.flax64.outputs
     errors = tolerance.relative(outputs, reference)
     return worst_of("jit = eager", errors, tolerance.FORWARD, reference=reference)
-
-
-def dropout(pair: Pair) -> Check:
-    """Outputs and gradients in train mode, with the same dropout key in both."""
-    if not pair.takes("dropout_key"):
-        raise NotRun(
-            "the calls take no dropout_key, so they cannot be made to drop the same elements"
-        )
-    ours, theirs = pair.both(pair.training())
-    if _are_equal(theirs.outputs, pair.plain.outputs):
-        raise NotRun("nothing is dropped: train mode returns what eval mode does")
-    errors = tolerance.relative(ours.outputs, theirs.outputs)
-    errors |= tolerance.gradient_errors(ours.gradients, pair.shared(theirs.gradients))
-    return worst_of("dropout", errors, tolerance.GRADIENT, flax=ours.arrays, torch=theirs.arrays)
-
-
-def _are_equal(ours: Arrays, theirs: Arrays) -> bool:
-    return all(np.array_equal(ours[name], theirs[name], equal_nan=True) for name in ours)
 
 
 def unbatched(pair: Pair) -> Check:

@@ -109,7 +109,7 @@ def huge_scores(pair: Pair) -> StressInput:
     if not matrices:
         raise NotRun("no shared parameter is a matrix")
     random = np.random.default_rng(pair.seed)
-    # Scores of either sign: where all that is visible is far below 0, what is hidden has to be, too.
+    # Of either sign, so that all scores that someone sees may be far below 0.
     signs = {name: random.choice([-1, 1], pair.weights[name].shape[0]) for name in matrices}
     for scale in SCALES:
         larger = {}

@@ -205,3 +205,27 @@ def test_what_pytorch_computes_in_float64_as_well_is_tested():
         checks=LOW,
     )
     assert not any("float64" in line for line in report.coverage.untested)
+
+
+class Mode(torch.nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        return self.layer(x) if self.training else x
+
+
+@pytest.mark.parametrize(
+    ("layer", "untested"),
+    [
+        (torch.nn.Dropout(0.5), True),
+        (torch.nn.BatchNorm1d(4, affine=False, track_running_stats=False), True),
+        (torch.nn.Dropout(0.0), False),
+    ],
+)
+def test_another_train_mode_without_a_key_is_not_tested(layer, untested):
+    report = judged(lambda x: x, Mode(layer).eval(), [(1, 4)], checks=None, layout=None)
+    assert report.passed, report.explain()
+    reason = "dropout: the calls take no dropout_key, so they cannot be made to drop"
+    assert any(line.startswith(reason) for line in report.coverage.untested) == untested

@@ -8,6 +8,7 @@ import torch
 from flax import nnx
 
 from flax_attn.parity import Recipe, compare
+from flax_attn.parity.adapters.recording import Recording
 
 B, T, D = 2, 5, 4
 
@@ -328,3 +329,37 @@ def test_a_large_negative_number_for_minus_infinity_behind_a_norm(least):
     assert report.pair.flax.weights().keys() == report.pair.weights.keys()
     for name, array in report.pair.torch.weights().items():
         np.testing.assert_array_equal(array, report.pair.weights[name])
+
+
+# Recordings.
+
+
+class Tokens(nnx.Module):
+    def __init__(self):
+        self.table = nnx.Embed(7, D, rngs=nnx.Rngs(0))
+        self.linear = nnx.Linear(D, D, rngs=nnx.Rngs(0))
+
+    def __call__(self, ids, mask):
+        return shown_in_jax(self.linear(self.table(ids)), mask)
+
+
+class TorchTokens(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = torch.nn.Embedding(7, D)
+        self.linear = torch.nn.Linear(D, D)
+
+    def forward(self, ids, mask):
+        return shown(self.linear(self.table(ids)), mask)
+
+
+def test_a_recording_holds_all_that_is_tried_beside_the_inputs(tmp_path):
+    ids = np.random.default_rng(0).integers(0, 5, (B, T))
+    checks = ["forward", "twice", "other shapes", "masks", "ids", "huge scores"]
+    live = judged(Tokens(), TorchTokens(), [ids, SEEN], checks, record=True)
+    assert live.passed, live.explain()
+    recording = Recording(live.export(tmp_path))
+    replayed = judged(Tokens(), recording, recording.inputs, checks)
+    assert replayed.passed, replayed.explain()
+    assert replayed.coverage == live.coverage
+    assert [check.covers for check in replayed.checks] == [check.covers for check in live.checks]
