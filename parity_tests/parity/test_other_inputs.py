@@ -7,6 +7,7 @@ import pytest
 import torch
 from flax import nnx
 
+from flax_attn.convert import Rule
 from flax_attn.parity import Recipe, compare
 from flax_attn.parity.adapters.recording import Recording
 
@@ -363,3 +364,32 @@ def test_a_recording_holds_all_that_is_tried_beside_the_inputs(tmp_path):
     assert replayed.passed, replayed.explain()
     assert replayed.coverage == live.coverage
     assert [check.covers for check in replayed.checks] == [check.covers for check in live.checks]
+
+
+class TorchExponential(torch.nn.Module):
+    """A module whose outputs overflow with larger weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(D, D)
+
+    def forward(self, x):
+        return self.linear(x).exp()
+
+
+class TorchChaotic(TorchExponential):
+    """A module that makes large numbers of rounding."""
+
+    def forward(self, x):
+        return (1e14 * self.linear(x)).sin()
+
+
+LINEAR = [Rule(("kernel",), "linear.weight", "i o -> o i"), Rule(("bias",), "linear.bias")]
+
+
+@pytest.mark.parametrize("theirs", [TorchExponential(), TorchChaotic()])
+def test_scores_at_which_rounding_decides_are_not_tested(theirs):
+    ours = nnx.Linear(D, D, rngs=nnx.Rngs(0))
+    report = judged(ours, theirs, [100 * np.ones((B, D))], ["huge scores"], layout=LINEAR)
+    assert report.check("huge scores").skipped.startswith("with larger weights rounding alone")
+    assert report.coverage.untested[0].startswith("huge scores: with larger weights")

@@ -54,8 +54,7 @@ class RunSpec:
         cotangents: cotangents of the outputs, for gradients; None computes outputs alone.
         tangents: tangents of parameters and inputs, for directional derivatives of the gradients.
         eager: whether JAX runs without `jax.jit`.
-        before: inputs of a call of the same module before this one, in JAX without `jax.jit`; None
-            is no such call.
+        before: inputs of a call of the same module before this one; None is no such call.
         cached: whether the outputs are computed in steps with a cache, by the call given for that.
         rounding_seed: seed of stochastic rounding of all parameters and inputs; 0 rounds to
             nearest.

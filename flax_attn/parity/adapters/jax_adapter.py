@@ -103,12 +103,10 @@ class JaxAdapter(ModuleAdapter):
 
     def _run(self, spec: RunSpec) -> Result:
         arguments = self._arguments(spec)
-        if spec.before is not None:
-            outputs = self._called_again(spec, *arguments)
-            return Result(float64(outputs), dtypes=dtypes(outputs))
         if spec.cotangents is None:
             run = self._outputs if spec.eager else self._forward
-            outputs = run(*arguments, spec.train, spec.cached)
+            before = None if spec.before is None else self.arrays(spec.before, spec.dtype)
+            outputs = run(*arguments, spec.train, spec.cached, before)
             return Result(float64(outputs), dtypes=dtypes(outputs))
         cotangents = self.arrays(spec.cotangents, spec.dtype)
         if spec.tangents is None:
@@ -126,7 +124,7 @@ class JaxAdapter(ModuleAdapter):
         cotangents = self.arrays(spec.cotangents, spec.dtype)
         return self._gradients.trace(*arguments, cotangents, train=spec.train).jaxpr
 
-    def _arguments(self, spec: RunSpec) -> tuple[Any, ...]:
+    def _arguments(self, spec: RunSpec) -> tuple[Any, Any, Any, Any]:
         own, inputs = self._params, spec.inputs
         if spec.rounding_seed:
             factors = rounding_factors(spec.rounding_seed, float(jnp.finfo(spec.dtype).eps))
@@ -135,11 +133,6 @@ class JaxAdapter(ModuleAdapter):
         params = self.arrays(own, spec.dtype)
         state = self._state(spec.train, spec.dtype)
         return params, self.arrays(inputs, spec.dtype), state, _extras(spec.extras)
-
-    def _called_again(self, spec: RunSpec, params, inputs, state, extras) -> dict[str, Any]:
-        module = self._build(params, state, spec.train)
-        self.call(module, self.arrays(spec.before or {}, spec.dtype), extras)
-        return self.call(module, inputs, extras)
 
     def train(self, spec: TrainingSpec) -> Arrays:
         """Train a copy; return the final parameters by shared names, and the losses as `loss`."""
@@ -192,9 +185,12 @@ class JaxAdapter(ModuleAdapter):
         return self._modes[train].build({**params, **statistics}, rest)
 
     def _outputs(
-        self, params, inputs, state, extras, train: bool, cached: bool = False
+        self, params, inputs, state, extras, train: bool, cached: bool = False, before: Any = None
     ) -> dict[str, Any]:
-        return self.call(self._build(params, state, train), inputs, extras, cached)
+        module = self._build(params, state, train)
+        if before is not None:
+            self.call(module, before, extras)
+        return self.call(module, inputs, extras, cached)
 
     def _weighted(self, params, floating, inputs, state, extras, cotangents, train: bool):
         outputs = self._outputs(params, {**inputs, **floating}, state, extras, train)
