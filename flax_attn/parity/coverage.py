@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
-
-import numpy as np
 
 from flax_attn.parity.adapters.adapter import AdapterError, NothingCompared, NotRun
 from flax_attn.parity.check import Check
@@ -46,38 +43,42 @@ class Coverage:
 
 def coverage_of(pair: Pair, checks: Sequence[Check]) -> Coverage:
     """Return what these checks exercised on a pair, and what they did not."""
-    ran = {check.name for check in checks if check.ran}
-    lines = [f"{name} {_described(array)}" for name, array in pair.inputs.items()]
+    ran = _ran(checks)
+    lines = []
+    for name, array in pair.inputs.items():
+        lines.append(f"{name} {array.shape} {array.dtype}")
     lines += sorted(pair.extras)
-    lines.append(_counted(len(pair.trainable), "parameter"))
-    lines.append(", ".join(["float64", *(dtype for dtype in LOWER if dtype in ran)]))
+    count = len(pair.trainable)
+    lines.append("1 parameter" if count == 1 else f"{count} parameters")
+    dtypes = [dtype for dtype in LOWER if dtype in ran]
+    lines.append(", ".join(["float64", *dtypes]))
     lines += [branch for check, branch in BRANCHES.items() if check in ran]
-    lines += chain.from_iterable(check.covers for check in checks)
-    untested = list(chain.from_iterable(check.untested for check in checks))
+    untested = []
+    for check in checks:
+        lines += check.covers
+        untested += check.untested
     untested += _found(pair, checks)
-    asked = {check.name for check in checks}
-    left_out = [name for name in CHECKS if name not in asked]
+    left_out = CHECKS.keys() - {check.name for check in checks}
     if left_out:
         untested.append(f"{len(left_out)} of {len(CHECKS)} checks, which were not asked for")
     return Coverage("; ".join(lines), tuple(untested))
 
 
+def _ran(checks: Sequence[Check]) -> set[str]:
+    return {check.name for check in checks if check.ran}
+
+
 def _found(pair: Pair, checks: Sequence[Check]) -> Iterator[str]:
     """Yield what two programs or a run of them show, where they can be run at all."""
-    ran = {check.name for check in checks if check.ran}
+    ran = _ran(checks)
+    varied: set[str] = set()
     try:
-        varied = {*(mask_inputs(pair) if "masks" in ran else ())}
-        varied |= {*(tables(pair) if "ids" in ran else ())}
+        if "masks" in ran:
+            varied |= set(mask_inputs(pair))
+        if "ids" in ran:
+            varied |= set(tables(pair))
         yield from without_effect(pair, varied)
         yield from callbacks(pair, checks)
         yield from wider_dtypes(pair, checks)
     except (AdapterError, NothingCompared, NotRun) as error:
         yield f"whether all that is passed has an effect, and what JAX computes in: {error}"
-
-
-def _described(array: np.ndarray) -> str:
-    return f"{array.shape} {array.dtype}"
-
-
-def _counted(count: int, what: str) -> str:
-    return f"{count} {what}" if count == 1 else f"{count} {what}s"

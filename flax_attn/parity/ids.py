@@ -34,30 +34,39 @@ def ids(pair: Pair) -> Check:
     found = tables(pair)
     if not found:
         raise NotRun("no input is what an nn.Embedding of PyTorch is called with")
-    random = np.random.default_rng(pair.seed)
     missing = {}
     for name, table in found.items():
         missing[name] = np.setdiff1d(np.arange(table.rows), pair.inputs[name])
     errors = {}
     for draw in range(DRAWS):
-        inputs = dict(pair.inputs)
-        for name, table in found.items():
-            inputs[name] = _covering(inputs[name], table, missing[name], random)
-            missing[name] = np.setdiff1d(missing[name], inputs[name])
+        inputs = _drawn(pair, found, missing, draw)
         errors |= _judged(pair, f"ids {draw}", inputs)
         if not any(len(rows) for rows in missing.values()):
             break
-    paddings = {name: table.padding for name, table in found.items() if table.padding is not None}
-    notes = [f"the row {row}, padding_idx, gets no gradient" for row in paddings.values()]
+    notes = []
+    covers = []
+    untested = []
+    for name, table in found.items():
+        left = len(missing[name])
+        covers.append(f"{table.rows - left} of {table.rows} ids of {name}")
+        if left:
+            untested.append(f"{left} of {table.rows} ids of {name} never occurred")
+        if table.padding is not None:
+            notes.append(f"the row {table.padding}, padding_idx, gets no gradient")
     check = worst_of("ids", errors, 1.0, "; ".join(notes))
-    seen = {name: table.rows - len(missing[name]) for name, table in found.items()}
-    covers = tuple(f"{seen[name]} of {found[name].rows} ids of {name}" for name in found)
-    untested = tuple(
-        f"{len(rows)} of {found[name].rows} ids of {name} never occurred"
-        for name, rows in missing.items()
-        if len(rows)
-    )
-    return replace(check, covers=covers, untested=untested)
+    return replace(check, covers=tuple(covers), untested=tuple(untested))
+
+
+def _drawn(
+    pair: Pair, found: dict[str, Table], missing: dict[str, np.ndarray], draw: int
+) -> Arrays:
+    """Return inputs with other ids, and take these out of what is missing."""
+    random = np.random.default_rng([pair.seed, draw])
+    inputs = dict(pair.inputs)
+    for name, table in found.items():
+        inputs[name] = _covering(inputs[name], table, missing[name], random)
+        missing[name] = np.setdiff1d(missing[name], inputs[name])
+    return inputs
 
 
 def _covering(

@@ -21,29 +21,34 @@ def masks(pair: Pair) -> Check:
     names = mask_inputs(pair)
     if not names:
         raise NotRun("no input is a mask: of booleans, or of 0 and 1")
-    errors = {}
+    errors: dict[str, float] = {}
     covers = []
-    untested = []
+    untested: list[str] = []
     for name in names:
-        tried = {}
-        for kind, mask in _kinds(pair, name):
-            run = f"{name}, {kind}"
-            inputs = {**pair.inputs, name: mask}
-            outputs = _outputs_of_torch(pair, run, inputs)
-            if outputs is None:
-                untested.append(
-                    f"{run}: PyTorch refuses it, or returns numbers that are not finite"
-                )
-                continue
-            tried[kind] = outputs
-            errors |= excesses(pair, run, inputs)
-        if tried and not _differ(list(tried.values())):
-            untested.append(f"{name} has no effect on the outputs")
-        covers.append(f"{name} as {', '.join(tried) or 'given'}")
+        kinds = _tried(pair, name, errors, untested)
+        if kinds:
+            covers.append(f"{name} as {', '.join(kinds)}")
     if not errors:
         raise Untested("; ".join(untested))
     check = worst_of("masks", errors, 1.0)
     return replace(check, covers=tuple(covers), untested=tuple(untested))
+
+
+def _tried(pair: Pair, name: str, errors: dict[str, float], untested: list[str]) -> list[str]:
+    """Return the kinds of one mask that were compared; add their errors, and what was not."""
+    found = {}
+    for kind, mask in _kinds(pair, name):
+        run = f"{name}, {kind}"
+        inputs = {**pair.inputs, name: mask}
+        outputs = _outputs_of_torch(pair, run, inputs)
+        if outputs is None:
+            untested.append(f"{run}: PyTorch refuses it, or returns numbers that are not finite")
+            continue
+        found[kind] = outputs
+        errors |= excesses(pair, run, inputs)
+    if found and not _differ(list(found.values())):
+        untested.append(f"{name} has no effect on the outputs")
+    return list(found)
 
 
 def mask_inputs(pair: Pair) -> list[str]:
@@ -63,18 +68,26 @@ def _kinds(pair: Pair, name: str) -> Iterator[tuple[str, np.ndarray]]:
     """Yield masks that leave something visible to everyone, also behind a causal mask."""
     given = pair.inputs[name]
     hides = _hiding_value(pair, name)
-    row, column = np.indices((given.shape[-2] if given.ndim > 1 else 1, given.shape[-1]))
-    random = np.random.default_rng(pair.seed)
-    chosen = random.random(given.shape) < 0.5
-    # Everyone sees the first, and itself.
-    own = (column == 0) | (column == row) & (row.shape[0] == row.shape[1])
-    hidden = {"random": chosen & ~own}
-    if given.ndim > 1:
-        hidden["lower triangle"] = column > row
-    hidden["one hidden column"] = column == given.shape[-1] // 2
-    for kind, where in hidden.items():
-        where = np.broadcast_to(where.reshape(where.shape[-given.ndim :]), given.shape)
-        yield kind, np.where(where, hides, not hides).astype(given.dtype)
+    for kind, hidden in _hidden(given.shape, pair.seed):
+        mask = np.where(hidden, hides, not hides)
+        yield kind, mask.astype(given.dtype)
+
+
+def _hidden(shape: tuple[int, ...], seed: int) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield where each kind of mask hides; everyone sees the first, and itself."""
+    columns = shape[-1]
+    rows = shape[-2] if len(shape) > 1 else 1
+    row, column = np.indices((rows, columns))
+    own = column == 0
+    if rows == columns:
+        own |= column == row
+    random = np.random.default_rng(seed)
+    chosen = random.random(shape) < 0.5
+    seen = own if len(shape) > 1 else own[0]
+    yield "random", chosen & ~seen
+    if rows > 1:
+        yield "lower triangle", np.broadcast_to(column > row, shape)
+    yield "one hidden column", np.broadcast_to(column[0] == columns // 2, shape)
 
 
 def _hiding_value(pair: Pair, name: str) -> bool:

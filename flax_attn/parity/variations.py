@@ -20,17 +20,17 @@ def excesses(pair: Pair, name: str, inputs: Arrays) -> dict[str, float]:
         name: name of the run, which stands before those of the tensors.
         inputs: inputs of the same shapes, for which JAX compiles nothing again.
     """
-    ours, theirs = pair.both(replace(pair.float64, name=name, inputs=inputs))
-    errors = _over(tolerance.relative(ours.outputs, theirs.outputs), tolerance.FORWARD)
+    spec = replace(pair.float64, name=name, inputs=inputs)
+    ours, theirs = pair.both(spec)
     reference = pair.shared(theirs.gradients)
+    outputs = tolerance.relative(ours.outputs, theirs.outputs)
     gradients = tolerance.gradient_errors(ours.gradients, reference)
-    named = {f"gradient of {key}": error for key, error in gradients.items()}
-    errors |= _over(named, tolerance.GRADIENT)
-    return {f"{name}: {key}": error for key, error in errors.items()}
-
-
-def _over(errors: Mapping[str, float], limit: float) -> dict[str, float]:
-    return {name: error / limit for name, error in errors.items()}
+    found = {}
+    for key, error in outputs.items():
+        found[f"{name}: {key}"] = error / tolerance.FORWARD
+    for key, error in gradients.items():
+        found[f"{name}: gradient of {key}"] = error / tolerance.GRADIENT
+    return found
 
 
 def are_finite(arrays: Mapping[str, np.ndarray]) -> bool:

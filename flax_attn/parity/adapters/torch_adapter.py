@@ -22,7 +22,7 @@ from flax_attn.parity.adapters.adapter import (
     rounding_factors,
 )
 from flax_attn.parity.adapters.module_adapter import ModuleAdapter, check_kind, output_of
-from flax_attn.parity.patched_torch import TorchFunctions
+from flax_attn.parity.adapters.torch_functions import TorchFunctions
 from flax_attn.parity.training import TrainingSpec
 
 Tensors = dict[str, torch.Tensor]
