@@ -89,7 +89,7 @@ def _compare(options: argparse.Namespace) -> int:
         common.check_writable(options.json)
     request = read(options)
     from flax_attn.parity.cpu import on_cpu
-    from flax_attn.parity.report.state import EXIT_CODES, NOT_COMPARED, state
+    from flax_attn.parity.report.state import EXIT_CODES
 
     # x64 is on before a factory builds any table or constant.
     with on_cpu(), reports.whole_export(options):
@@ -98,7 +98,7 @@ def _compare(options: argparse.Namespace) -> int:
     _show(report, options)
     for line in unwritten:
         print(f"flax-attn: {line}", file=sys.stderr)
-    return EXIT_CODES[NOT_COMPARED if unwritten else state(report)]
+    return EXIT_CODES["not compared" if unwritten else report.state]
 
 
 def _reported(request: Request, options: argparse.Namespace) -> Report:

@@ -10,12 +10,14 @@ from flax_attn.parity.adapters.adapter import PairingError
 from flax_attn.parity.check import Check
 from flax_attn.parity.checks import CHECKS
 from flax_attn.parity.compare import ParityError, assert_parity, compare
+from flax_attn.parity.coverage import Coverage
 from flax_attn.parity.report.report import Report
 from flax_attn.parity.training import Recipe
 
 __all__ = [
     "CHECKS",
     "Check",
+    "Coverage",
     "PairingError",
     "ParityError",
     "Recipe",

@@ -26,6 +26,8 @@ class Check:
         wanted: whether the check was requested by name, so that it fails if it cannot run.
         errors: error of every tensor, by name.
         where: the worst element of that tensor: index, value in JAX, value in PyTorch.
+        covers: what was exercised beside the inputs of the comparison, a short phrase each.
+        untested: what applies and was not tested, a short sentence each.
     """
 
     name: str
@@ -38,6 +40,8 @@ class Check:
     nothing: str = ""
     errors: dict[str, float] = field(default_factory=dict, repr=False)
     where: dict[str, Any] = field(default_factory=dict)
+    covers: tuple[str, ...] = ()
+    untested: tuple[str, ...] = ()
 
     @property
     def ran(self) -> bool:

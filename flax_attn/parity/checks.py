@@ -21,13 +21,19 @@ from flax_attn.parity.adapters.adapter import (
     NotRun,
     PairingError,
     Result,
+    Untested,
     is_floating,
 )
 from flax_attn.parity.adapters.recording import ExportError
 from flax_attn.parity.check import NOTHING, Check, any_finite, worst_of
+from flax_attn.parity.dropout import dropout
+from flax_attn.parity.ids import ids
 from flax_attn.parity.index_probe import index_probe
 from flax_attn.parity.lower_dtype import lower_dtype
+from flax_attn.parity.masks import masks
+from flax_attn.parity.other_shapes import other_shapes
 from flax_attn.parity.pair import LOWER, Pair
+from flax_attn.parity.repeated_calls import twice
 from flax_attn.parity.stress import STRESS_INPUTS, stress
 from flax_attn.parity.training import check_choice
 
@@ -55,7 +61,7 @@ def _check_shared(pair: Pair) -> None:
     if not pair.has_parameters:
         raise NotRun("there are no parameters")
     if not pair.shares_weights:
-        raise NotRun("without a layout it is not known which parameter is which")
+        raise Untested("without a layout it is not known which parameter is which")
 
 
 def forward(pair: Pair) -> Check:
@@ -153,24 +159,6 @@ def eager(pair: Pair) -> Check:
     return worst_of("jit = eager", errors, tolerance.FORWARD, reference=reference)
 
 
-def dropout(pair: Pair) -> Check:
-    """Outputs and gradients in train mode, with the same dropout key in both."""
-    if not pair.takes("dropout_key"):
-        raise NotRun(
-            "the calls take no dropout_key, so they cannot be made to drop the same elements"
-        )
-    ours, theirs = pair.both(pair.training())
-    if _are_equal(theirs.outputs, pair.plain.outputs):
-        raise NotRun("nothing is dropped: train mode returns what eval mode does")
-    errors = tolerance.relative(ours.outputs, theirs.outputs)
-    errors |= tolerance.gradient_errors(ours.gradients, pair.shared(theirs.gradients))
-    return worst_of("dropout", errors, tolerance.GRADIENT, flax=ours.arrays, torch=theirs.arrays)
-
-
-def _are_equal(ours: Arrays, theirs: Arrays) -> bool:
-    return all(np.array_equal(ours[name], theirs[name], equal_nan=True) for name in ours)
-
-
 def unbatched(pair: Pair) -> Check:
     """Inputs without the batch axis, against the first row of the batch."""
     sizes = {len(x) for x in pair.inputs.values() if x.ndim}
@@ -245,8 +233,12 @@ CHECKS: dict[str, Callable[[Pair], Check]] = {
     "second": second,
     **{dtype: partial(lower_dtype, dtype) for dtype in LOWER},
     "jit = eager": eager,
+    "twice": twice,
     "dropout": dropout,
     "unbatched": unbatched,
+    "other shapes": other_shapes,
+    "masks": masks,
+    "ids": ids,
     "cache = full": cache,
     **{name: partial(stress, name) for name in STRESS_INPUTS},
     "training": training,
@@ -294,7 +286,7 @@ def _run_checks(
         try:
             yield CHECKS[name](pair)
         except NotRun as reason:
-            yield Check(name, np.inf, 0.0, skipped=str(reason), wanted=wanted and names is not None)
+            yield _not_run(name, reason, wanted and names is not None)
         except NothingCompared as reason:
             yield Check(name, np.inf, 0.0, nothing=str(reason))
         # One that raises, in whatever library below it, must not cost what the others find.
@@ -303,6 +295,11 @@ def _run_checks(
             if isinstance(error.__cause__, ExportError):
                 raise error.__cause__ from None
             yield _raised(name, error)
+
+
+def _not_run(name: str, reason: NotRun, wanted: bool) -> Check:
+    untested = (f"{name}: {reason}",) if isinstance(reason, Untested) else ()
+    return Check(name, np.inf, 0.0, skipped=str(reason), wanted=wanted, untested=untested)
 
 
 def _raised(name: str, error: Exception) -> Check:

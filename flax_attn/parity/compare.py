@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from flax_attn.parity.adapters.recording import Recording, RecordingAdapter
 from flax_attn.parity.check import Check
 from flax_attn.parity.checks import run_checks
+from flax_attn.parity.coverage import coverage_of
 from flax_attn.parity.cpu import on_cpu
 from flax_attn.parity.inputs import Inputs
 from flax_attn.parity.journal import Journal
@@ -206,6 +207,7 @@ def report_on(
             difference=difference,
             pair=pair,
             loosened=loosened(pair, checks) if wanted else (),
+            coverage=coverage_of(pair, found),
         )
 
 

@@ -18,6 +18,7 @@ from flax_attn.parity.adapters.adapter import (
     NotRun,
     Result,
     RunSpec,
+    Untested,
     is_floating,
 )
 from flax_attn.parity.check import NOTHING, Check, any_finite, worst_of
@@ -127,7 +128,7 @@ def _in_lower_dtype(pair: Pair, spec: RunSpec) -> Result:
         return pair.run("flax", spec)
     except AdapterError as error:
         if spec.dtype == "float16" and on_cpu and _MISSING_PRODUCT.search(str(error.__cause__)):
-            raise NotRun(
+            raise Untested(
                 f"XLA has no such float16 product on a CPU: {error}. Pass device= to use a GPU"
                 " or TPU"
             ) from None

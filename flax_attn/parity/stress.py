@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -14,23 +15,36 @@ from flax_attn.parity.adapters.adapter import (
     NotRun,
     Result,
     RunSpec,
+    Untested,
     is_floating,
 )
 from flax_attn.parity.check import Check, any_finite, worst_of
+from flax_attn.parity.loaded import loaded
 from flax_attn.parity.pair import Pair
 from flax_attn.parity.trace.norms import offset_errors
+from flax_attn.parity.variations import are_finite
 
 Change = Callable[[np.ndarray], np.ndarray]
 # Tokens: enough for positions to matter, and no multiple of anything.
 LONG = 193
+# Factors of the weight matrices, the first at which rounding changes less than this.
+SCALES = (1000, 100, 10)
+ROUNDING = 1e-10
 
 
 @dataclass(frozen=True)
 class StressInput:
-    """Changed inputs, with the extras of the call."""
+    """Changed inputs, with the extras of the call.
+
+    Args:
+        inputs: inputs by name.
+        extras: arguments of the call beside the inputs.
+        weights: weights by shared name; None are those of the pair.
+    """
 
     inputs: Arrays
     extras: Arrays
+    weights: Arrays | None = None
 
 
 def huge_logits(pair: Pair) -> StressInput:
@@ -90,8 +104,40 @@ def nonfinite_padding(pair: Pair) -> StressInput:
     return StressInput(filled.inputs, {**pair.extras, "lengths": lengths})
 
 
+def huge_scores(pair: Pair) -> StressInput:
+    """Weight matrices up to 1000 times as large: behind a norm, no input makes large scores."""
+    matrices = [name for name in sorted(pair.trainable) if pair.weights[name].ndim > 1]
+    if not matrices:
+        raise NotRun("no shared parameter is a matrix")
+    random = np.random.default_rng(pair.seed)
+    # Of either sign, so that all scores that someone sees may be far below 0.
+    signs = {name: random.choice([-1, 1], pair.weights[name].shape[0]) for name in matrices}
+    for scale in SCALES:
+        larger = {}
+        for name in matrices:
+            larger[name] = (scale * signs[name] * pair.weights[name].T).T
+        weights = pair.weights | larger
+        if _is_stable(pair, f"huge scores, weights times {scale}", weights):
+            return StressInput(pair.inputs, dict(pair.extras), weights)
+    raise Untested(
+        "with larger weights rounding alone changes what PyTorch returns, or it overflows"
+    )
+
+
+def _is_stable(pair: Pair, name: str, weights: Arrays) -> bool:
+    """Whether PyTorch's results are finite, and its outputs stay where all is rounded once more."""
+    spec = replace(pair.float64, name=name)
+    with loaded(pair, weights):
+        found = pair.run("torch", spec)
+        rounded = replace(spec, name=f"{name}, rounded", cotangents=None, rounding_seed=1)
+        moved = pair.run("torch", rounded)
+    errors = tolerance.relative(moved.outputs, found.outputs)
+    return are_finite(found.arrays) and max(errors.values(), default=0.0) <= ROUNDING
+
+
 STRESS_INPUTS: dict[str, Callable[[Pair], StressInput]] = {
     "huge logits": huge_logits,
+    "huge scores": huge_scores,
     "small activations": small_activations,
     "mean offset": mean_offset,
     "duplicate tokens": duplicate_tokens,
@@ -114,6 +160,11 @@ def stress(name: str, pair: Pair) -> Check:
         if within:
             return worst_of(name, within, 1.0, "norms by themselves alone: no input is floating")
         raise
+    with loaded(pair, hard.weights) if hard.weights else nullcontext():
+        return _judged(name, pair, hard, within)
+
+
+def _judged(name: str, pair: Pair, hard: StressInput, within: dict[str, float]) -> Check:
     plain = pair.run_spec(f"{name}: outputs", inputs=hard.inputs, extras=hard.extras, eager=True)
     try:
         outputs = pair.run("torch", plain).outputs

@@ -291,7 +291,9 @@ def test_a_function_of_integers_is_compared_in_its_outputs(whole):
 
 def test_every_check_catches_something():
     here = {*WRONG, *LOWER, "cache = full", "weights"}
-    assert here | {fault.check for fault in FAULTS} == set(CHECKS)
+    # In test_other_inputs.py.
+    there = {"twice", "other shapes", "masks", "ids", "huge scores"}
+    assert here | there | {fault.check for fault in FAULTS} == set(CHECKS)
 
 
 # One measurement beside its rule.

@@ -29,6 +29,10 @@ class NotRun(Exception):  # noqa: N818, it is no error
     """A check that does not apply to a pair; the message says why."""
 
 
+class Untested(NotRun):
+    """A check that applies to a pair and could not be tried: "equal" does not extend to it."""
+
+
 class BothRaise(NotRun):
     """A run in which both frameworks raise an error: their messages."""
 
@@ -51,6 +55,7 @@ class RunSpec:
         tangents: tangents of parameters and inputs, for directional derivatives of the gradients.
         eager: whether JAX runs without `jax.jit`.
         optimized: whether JAX compiles as users do, and not as fast as it can.
+        before: inputs of a call of the same module before this one; None is no such call.
         cached: whether the outputs are computed in steps with a cache, by the call given for that.
         rounding_seed: seed of stochastic rounding of all parameters and inputs; 0 rounds to
             nearest.
@@ -66,6 +71,7 @@ class RunSpec:
     tangents: Arrays | None = None
     eager: bool = False
     optimized: bool = False
+    before: Arrays | None = None
     cached: bool = False
     rounding_seed: int = 0
     rounded_sums: bool = False

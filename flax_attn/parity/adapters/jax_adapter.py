@@ -23,7 +23,7 @@ from flax_attn.parity.adapters.adapter import (
 )
 from flax_attn.parity.adapters.jax_parts import take_apart
 from flax_attn.parity.adapters.module_adapter import ModuleAdapter, output_of
-from flax_attn.parity.adapters.quick_jit import compiled, optimized
+from flax_attn.parity.adapters.quick_jit import Compiled, compiled, optimized
 from flax_attn.parity.adapters.rounded_sums import with_rounded_sums
 from flax_attn.parity.training import TrainingSpec
 
@@ -121,20 +121,11 @@ class JaxAdapter(ModuleAdapter):
             run = partial(self._with_gradients, train=spec.train)
         return jax.make_jaxpr(run)(*arguments), jax.tree.leaves(arguments)
 
-    def _arguments(self, spec: RunSpec) -> tuple[Any, ...]:
-        own, inputs = self._params, spec.inputs
-        if spec.rounding_seed:
-            factors = rounding_factors(spec.rounding_seed, float(jnp.finfo(spec.dtype).eps))
-            own = _round_stochastically(own, factors)
-            inputs = _round_stochastically(inputs, factors)
-        params = self.arrays(own, spec.dtype)
-        state = self._state(spec.train, spec.dtype)
-        return params, self.arrays(inputs, spec.dtype), state, _extras(spec.extras)
-
     def _run(self, spec: RunSpec) -> Result:
         arguments = self._arguments(spec)
         if spec.cotangents is None:
-            outputs = self._forward(spec)(*arguments, spec.train, spec.cached)
+            before = None if spec.before is None else self.arrays(spec.before, spec.dtype)
+            outputs = self._forward(spec)(*arguments, spec.train, spec.cached, before)
             return Result(float64(outputs), dtypes=dtypes(outputs))
         cotangents = self.arrays(spec.cotangents, spec.dtype)
         if spec.tangents is None:
@@ -144,6 +135,24 @@ class JaxAdapter(ModuleAdapter):
         along = self._tangents(spec.tangents, *arguments[:2])
         second = self._second(*arguments, cotangents, along)
         return Result({}, second=self._all(*second))
+
+    def program(self, spec: RunSpec) -> Any:
+        """Return the jaxpr of a compiled run; where that has run, nothing is traced again."""
+        arguments = self._arguments(spec)
+        if spec.cotangents is None:
+            return self._compiled.trace(*arguments, spec.train, spec.cached).jaxpr
+        cotangents = self.arrays(spec.cotangents, spec.dtype)
+        return self._gradients.trace(*arguments, cotangents, train=spec.train).jaxpr
+
+    def _arguments(self, spec: RunSpec) -> tuple[Any, Any, Any, Any]:
+        own, inputs = self._params, spec.inputs
+        if spec.rounding_seed:
+            factors = rounding_factors(spec.rounding_seed, float(jnp.finfo(spec.dtype).eps))
+            own = _round_stochastically(own, factors)
+            inputs = _round_stochastically(inputs, factors)
+        params = self.arrays(own, spec.dtype)
+        state = self._state(spec.train, spec.dtype)
+        return params, self.arrays(inputs, spec.dtype), state, _extras(spec.extras)
 
     def train(self, spec: TrainingSpec) -> Arrays:
         """Train a copy; return the final parameters by shared names, and the losses as `loss`."""
@@ -203,9 +212,12 @@ class JaxAdapter(ModuleAdapter):
         return self._modes[train].build({**params, **statistics}, rest)
 
     def _outputs(
-        self, params, inputs, state, extras, train: bool, cached: bool = False
+        self, params, inputs, state, extras, train: bool, cached: bool = False, before: Any = None
     ) -> dict[str, Any]:
-        return self.call(self._build(params, state, train), inputs, extras, cached)
+        module = self._build(params, state, train)
+        if before is not None:
+            self.call(module, before, extras)
+        return self.call(module, inputs, extras, cached)
 
     def _weighted(self, params, floating, inputs, state, extras, cotangents, train: bool):
         outputs = self._outputs(params, {**inputs, **floating}, state, extras, train)
@@ -222,7 +234,7 @@ class JaxAdapter(ModuleAdapter):
         return self._optimized if spec.optimized else self._compiled
 
     @cached_property
-    def _compiled(self) -> Callable:
+    def _compiled(self) -> Compiled:
         return compiled(self._outputs, static_argnames=("train", "cached"))
 
     @cached_property
@@ -241,7 +253,7 @@ class JaxAdapter(ModuleAdapter):
         return outputs, found
 
     @cached_property
-    def _gradients(self) -> Callable:
+    def _gradients(self) -> Compiled:
         return compiled(self._with_gradients, static_argnames=("train",))
 
     @cached_property

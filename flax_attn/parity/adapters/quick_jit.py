@@ -19,17 +19,29 @@ _AS_USERS_HAVE_IT = {
 _FEWER_KERNELS = {"xla_cpu_use_fusion_emitters": False}
 
 
-def compiled(function: Callable, **options: Any) -> Callable:
-    """Return `jax.jit(function)`, compiled quickly on a CPU."""
-    on_cpu = jax.jit(function, compiler_options=quick_options(), **options)
-    anywhere = jax.jit(function, **options)
+class Compiled:
+    """A function compiled by `jax.jit`, quickly on a CPU."""
 
-    def run(*arguments: Any, **keywords: Any) -> Any:
+    def __init__(self, function: Callable, **options: Any):
+        self._on_cpu = jax.jit(function, compiler_options=quick_options(), **options)
+        self._anywhere = jax.jit(function, **options)
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        """Return what the function does."""
+        return self._program()(*arguments, **keywords)
+
+    def trace(self, *arguments: Any, **keywords: Any) -> Any:
+        """Return the function traced, as `jax.jit` does: not again where it ran on such arrays."""
+        return self._program().trace(*arguments, **keywords)
+
+    def _program(self) -> Any:
         # The device may have changed since the last run.
-        program = on_cpu if _runs_on_cpu() else anywhere
-        return program(*arguments, **keywords)
+        return self._on_cpu if _runs_on_cpu() else self._anywhere
 
-    return run
+
+def compiled(function: Callable, **options: Any) -> Compiled:
+    """Return a function compiled quickly on a CPU."""
+    return Compiled(function, **options)
 
 
 def optimized(function: Callable, **options: Any) -> Callable:

@@ -21,7 +21,14 @@ import safetensors.numpy
 
 from flax_attn.convert.replacing import replacing
 from flax_attn.convert.rules import Entry, Layout, Rule
-from flax_attn.parity.adapters.adapter import Adapter, Arrays, NotRun, PairingError, Result, RunSpec
+from flax_attn.parity.adapters.adapter import (
+    Adapter,
+    Arrays,
+    PairingError,
+    Result,
+    RunSpec,
+    Untested,
+)
 
 if TYPE_CHECKING:
     from flax_attn.parity.report.report import Report
@@ -43,6 +50,8 @@ class RecordingAdapter:
         self.adapter, self.results, self.about = adapter, {}, {}
         self.framework, self.shapes = adapter.framework, adapter.shapes
         self.accepts, self.has_cache = adapter.accepts, adapter.has_cache
+        # Rows and `padding_idx` of the table that each input of ids indexes.
+        self.tables: dict[str, tuple[int, int | None]] = {}
 
     def weights(self) -> Arrays:
         """Return the parameters of the adapter."""
@@ -87,6 +96,7 @@ class RecordingAdapter:
             "framework": self.framework,
             "accepts": sorted(self.accepts),
             "has_cache": self.has_cache,
+            "tables": self.tables,
             "inputs": list(inputs),
             "results": self.about,
             "order": list(arrays),
@@ -166,7 +176,7 @@ class Recording:
     def _about(self, spec: RunSpec | TrainingSpec) -> dict[str, Any]:
         about = self.about["results"].get(spec.name)
         if about is None:
-            raise NotRun(
+            raise Untested(
                 f"{self.path} holds no result of {spec.name!r}: export again with this check"
             )
         if about["digest"] != digest(spec):

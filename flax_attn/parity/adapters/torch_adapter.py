@@ -22,6 +22,7 @@ from flax_attn.parity.adapters.adapter import (
     rounding_factors,
 )
 from flax_attn.parity.adapters.module_adapter import ModuleAdapter, check_kind, output_of
+from flax_attn.parity.adapters.torch_functions import TorchFunctions
 from flax_attn.parity.training import TrainingSpec
 
 Tensors = dict[str, torch.Tensor]
@@ -50,6 +51,7 @@ class TorchAdapter(ModuleAdapter):
     ):
         rule = "the PyTorch module is an nn.Module or a function of tensors"
         check_kind(module, rule, {"flax": "Flax", "equinox": "Equinox"})
+        self._functions = TorchFunctions()
         self.module = (
             copy.deepcopy(module).double() if isinstance(module, torch.nn.Module) else module
         )
@@ -97,12 +99,14 @@ class TorchAdapter(ModuleAdapter):
         kind = getattr(torch, spec.dtype)
         if isinstance(module, torch.nn.Module):
             module = module.to(kind)
-        inputs = {name: x.to(kind) if x.is_floating_point() else x for name, x in inputs.items()}
+        inputs = _cast(inputs, kind)
         differentiate = spec.cotangents is not None
         for tensor in inputs.values():
             tensor.requires_grad_(differentiate and tensor.is_floating_point())
         extras = _extras(spec.extras)
         with torch.set_grad_enabled(differentiate), _kernel(spec.tangents is not None):
+            if spec.before is not None:
+                self.call(module, _cast(self.arrays(spec.before), kind), extras)
             outputs = self.call(module, _copied(inputs), extras, spec.cached)
             if not differentiate:
                 return Result(float64(outputs), dtypes=dtypes(outputs))
@@ -160,6 +164,7 @@ class TorchAdapter(ModuleAdapter):
         return outputs
 
     def _prepared(self, spec: RunSpec | TrainingSpec) -> Any:
+        self._functions.check()
         if not isinstance(self.module, torch.nn.Module):
             return self.module
         # Each run has its own copy: it may change buffers, and is cast.
@@ -193,6 +198,10 @@ def _round_stochastically(tensors: list[torch.Tensor], spec: RunSpec) -> None:
     for tensor in tensors:
         if tensor.is_floating_point():
             tensor.mul_(torch.from_numpy(factors(tuple(tensor.shape))))
+
+
+def _cast(inputs: Tensors, kind: torch.dtype) -> Tensors:
+    return {name: x.to(kind) if x.is_floating_point() else x for name, x in inputs.items()}
 
 
 def _copied(inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -16,7 +16,7 @@ from flax_attn.parity import tolerance
 from flax_attn.parity.check import Check
 from flax_attn.parity.report import wording
 from flax_attn.parity.report.findings import Findings
-from flax_attn.parity.report.state import coverage, next_steps
+from flax_attn.parity.report.state import next_steps
 
 # The most pairs that are listed, and the most lines of a short report.
 PAIRS, LINES = 30, 60
@@ -152,12 +152,13 @@ def _parts(report: Findings, pairs: bool) -> Iterator[RenderableType]:
     weaker = f" ({report.weaker})" if report.loosened else ""
     reason = f"{weaker}\n{wording.reason(report)}\n"
     yield Text.assemble((report.name, "bold"), ": ", _verdict(report), reason)
+    yield from _titled("tested", [report.coverage.lines] if report.coverage.lines else [])
+    yield from _titled("not tested", report.coverage.untested, "yellow")
     yield from _titled("what they compute differently", report.where)
     yield from _titled("look at next", next_steps(report))
     yield _checks([check for check in report.checks if check.ran])
     nothing = [_missing(check) for check in report.checks if check.nothing]
     yield from _titled("nothing compared", nothing, "bold red")
-    yield from _titled("tested", coverage(report)["lines"])
     skipped = [_missing(check) for check in report.checks if check.skipped]
     yield from _titled("not run", skipped, "dim")
     yield from _titled("notes", report.notes)

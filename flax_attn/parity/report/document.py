@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from flax_attn.convert.replacing import replacing
 from flax_attn.convert.rules import Entry
 from flax_attn.parity.check import Check, finite
-from flax_attn.parity.report.state import coverage, next_steps, state
+from flax_attn.parity.report.state import next_steps
 
 if TYPE_CHECKING:
     from flax_attn.parity.report.findings import Findings
@@ -22,15 +22,16 @@ SCHEMA = Path(__file__).with_name("schema.json")
 def document(report: Findings) -> dict[str, Any]:
     """Return everything that was found; infinities and NaN become None."""
     difference = report.difference
+    lines = report.coverage.lines
     return {
         "kind": "comparison",
         "version": VERSION,
         "name": report.name,
-        "state": state(report),
+        "state": report.state,
         "loosened": list(report.loosened),
         "passed": report.passed,
         "error": report.error or None,
-        "coverage": coverage(report),
+        "coverage": {"lines": [lines] if lines else [], "untested": list(report.coverage.untested)},
         "next": next_steps(report),
         "hypotheses": difference.documents() if difference else [],
         "difference": difference and difference.as_dict(),

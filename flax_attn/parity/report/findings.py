@@ -10,6 +10,7 @@ import numpy as np
 
 from flax_attn.convert.rules import Entry
 from flax_attn.parity.check import Check
+from flax_attn.parity.coverage import Coverage
 from flax_attn.parity.pair import Pair
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ class Findings:
         request: what was asked on the command line, as `schema.json` describes it; None from
             Python.
         error: reason why nothing could be compared; empty where something was.
+        coverage: what was exercised, and what was not tested.
     """
 
     name: str
@@ -49,6 +51,7 @@ class Findings:
     loosened: tuple[str, ...] = ()
     request: dict[str, Any] | None = None
     error: str = ""
+    coverage: Coverage = field(default_factory=Coverage)
 
     @property
     def passed(self) -> bool:
@@ -60,6 +63,18 @@ class Findings:
     def differs(self) -> bool:
         """Whether a rule is broken: neither that nor `passed` where nothing was compared."""
         return any(check.ran for check in self.failed)
+
+    @property
+    def state(self) -> str:
+        """The verdict: "equal", "equal where tested", "different" or "not compared"."""
+        if self.differs:
+            return "different"
+        # Without outputs to compare, that shapes agree is not worth the name.
+        forward = self.check("forward")
+        compared = any(check.ran for check in self.checks)
+        if not compared or (forward is not None and not forward.ran):
+            return "not compared"
+        return "equal" if self.passed and not self.coverage.untested else "equal where tested"
 
     @property
     def failed(self) -> list[Check]:
@@ -94,8 +109,11 @@ class Findings:
         """Return the verdict as a failing test prints it: causes, nodes, then failed checks."""
         if self.passed:
             by = "exactly" if np.isinf(self.margin) else f"{self.margin:.3g}x below the rules"
-            verdict = f"{self.name}: both sides are the same function, {by}"
-            return verdict + (f" ({self.weaker})" if self.loosened else "")
+            where = " where tested" if self.coverage.untested else ""
+            line = f"{self.name}: both sides are the same function{where}, {by}"
+            line += f" ({self.weaker})" if self.loosened else ""
+            missing = [f"not tested: {sentence}" for sentence in self.coverage.untested]
+            return "\n  ".join([line, *missing])
         failed = self.failed or [check for check in self.checks if not check.ran]
         verdict = "not proven that both sides are the same function"
         if self.differs:

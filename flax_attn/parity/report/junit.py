@@ -38,6 +38,7 @@ def _suite(report: Findings) -> Xml.Element:
 def _properties(report: Findings) -> Xml.Element:
     properties = Xml.Element("properties")
     values = {**report.environment, "seed": report.seed, "command": report.command}
+    values |= {"state": report.state, "tested": report.coverage.lines}
     for name, value in values.items():
         Xml.SubElement(properties, "property", name=_text(name), value=_text(value))
     return properties

@@ -5,7 +5,6 @@ from __future__ import annotations
 from flax_attn.convert.rules import Entry
 from flax_attn.parity.check import Check
 from flax_attn.parity.report.findings import Findings
-from flax_attn.parity.report.state import EQUAL, state
 
 
 def error(check: Check) -> str:
@@ -82,9 +81,8 @@ def worst(check: Check) -> str:
 
 
 def verdict(report: Findings) -> str:
-    """Return the verdict in a few words, in capitals where it is not that both are equal."""
-    found = state(report)
-    return found if found == EQUAL else found.upper()
+    """Return the verdict in a word or two, large unless it is a form of equal."""
+    return report.state if report.passed else report.state.upper()
 
 
 def reason(report: Findings) -> str:

@@ -11,7 +11,7 @@ import numpy as np
 from jax.extend.core import Literal
 
 from flax_attn.parity.trace.jax_program import CALLS
-from flax_attn.parity.trace.program import Place, user_frame
+from flax_attn.parity.trace.program import Place, place_of
 
 # A variable of the list is a number; a constant that stands in an equation is an array.
 Variable = int
@@ -49,8 +49,7 @@ class Equation:
         """The line of source; None where it stands in libraries alone."""
         traceback = self.source.source_info.traceback
         frames = traceback.frames if traceback else ()
-        found = user_frame((frame.file_name, frame.line_num) for frame in frames)
-        return None if found is None else Place(*found)
+        return place_of([(frame.file_name, frame.line_num) for frame in frames])
 
     def bind(self, operands: Sequence[Any], single: bool) -> Sequence[Any]:
         """Return the results; `single` computes in float32 what says float64."""

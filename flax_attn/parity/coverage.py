@@ -1,0 +1,84 @@
+"""What a comparison exercised, and what applies and was not tested."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from flax_attn.parity.adapters.adapter import AdapterError, NothingCompared, NotRun
+from flax_attn.parity.check import Check
+from flax_attn.parity.checks import CHECKS
+from flax_attn.parity.effects import without_effect
+from flax_attn.parity.ids import tables
+from flax_attn.parity.masks import mask_inputs
+from flax_attn.parity.pair import LOWER, Pair
+from flax_attn.parity.programs import callbacks, wider_dtypes
+
+# What a check exercises beyond eval mode in float64.
+BRANCHES = {
+    "dropout": "train mode",
+    "unbatched": "no batch axis",
+    "cache = full": "steps with a cache",
+    "padded rows": "rows of padding",
+    "training": "training",
+}
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """How far a verdict of "equal" extends.
+
+    Args:
+        lines: what was exercised: inputs with shapes, parameters, dtypes, branches; one short line.
+        untested: what applies to the modules and was not tested, a short sentence each.
+
+    Example:
+        >>> Coverage("x (2, 3); 1 parameter; float64", ("mask has no effect on the outputs",))
+        Coverage(lines='x (2, 3); 1 parameter; float64', untested=('mask has no effect ...',))
+    """
+
+    lines: str = ""
+    untested: tuple[str, ...] = ()
+
+
+def coverage_of(pair: Pair, checks: Sequence[Check]) -> Coverage:
+    """Return what these checks exercised on a pair, and what they did not."""
+    ran = _ran(checks)
+    lines = []
+    for name, array in pair.inputs.items():
+        lines.append(f"{name} {array.shape} {array.dtype}")
+    lines += sorted(pair.extras)
+    count = len(pair.trainable)
+    lines.append("1 parameter" if count == 1 else f"{count} parameters")
+    dtypes = [dtype for dtype in LOWER if dtype in ran]
+    lines.append(", ".join(["float64", *dtypes]))
+    lines += [branch for check, branch in BRANCHES.items() if check in ran]
+    untested = []
+    for check in checks:
+        lines += check.covers
+        untested += check.untested
+    untested += _found(pair, checks)
+    left_out = CHECKS.keys() - {check.name for check in checks}
+    if left_out:
+        untested.append(f"{len(left_out)} of {len(CHECKS)} checks, which were not asked for")
+    return Coverage("; ".join(lines), tuple(untested))
+
+
+def _ran(checks: Sequence[Check]) -> set[str]:
+    return {check.name for check in checks if check.ran}
+
+
+def _found(pair: Pair, checks: Sequence[Check]) -> Iterator[str]:
+    """Yield what two programs or a run of them show, where they can be run at all."""
+    ran = _ran(checks)
+    varied: set[str] = set()
+    try:
+        if "masks" in ran:
+            varied |= set(mask_inputs(pair))
+        if "ids" in ran:
+            varied |= set(tables(pair))
+        yield from without_effect(pair, varied)
+        yield from callbacks(pair, checks)
+        yield from wider_dtypes(pair, checks)
+    except (AdapterError, NothingCompared, NotRun) as error:
+        yield f"whether all that is passed has an effect, and what JAX computes in: {error}"

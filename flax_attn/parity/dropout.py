@@ -1,0 +1,36 @@
+"""The check of train mode: both sides drop the same elements."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from flax_attn.parity import tolerance
+from flax_attn.parity.adapters.adapter import AdapterError, Arrays, NotRun, Untested
+from flax_attn.parity.check import Check, worst_of
+from flax_attn.parity.pair import Pair
+
+
+def dropout(pair: Pair) -> Check:
+    """Outputs and gradients in train mode, with the same dropout key in both."""
+    if not pair.takes("dropout_key"):
+        reason = "the calls take no dropout_key, so they cannot be made to drop the same elements"
+        raise Untested(reason) if _differs_in_train_mode(pair) else NotRun(reason)
+    ours, theirs = pair.both(pair.training())
+    if _are_equal(theirs.outputs, pair.plain.outputs):
+        raise NotRun("nothing is dropped: train mode returns what eval mode does")
+    errors = tolerance.relative(ours.outputs, theirs.outputs)
+    errors |= tolerance.gradient_errors(ours.gradients, pair.shared(theirs.gradients))
+    return worst_of("dropout", errors, tolerance.GRADIENT, flax=ours.arrays, torch=theirs.arrays)
+
+
+def _differs_in_train_mode(pair: Pair) -> bool:
+    try:
+        train = pair.run("torch", pair.run_spec("train mode", train=True, eager=True))
+    # One row has no batch statistics: in train mode PyTorch refuses it.
+    except AdapterError:
+        return True
+    return not _are_equal(pair.plain.outputs, train.outputs)
+
+
+def _are_equal(ours: Arrays, theirs: Arrays) -> bool:
+    return all(np.array_equal(ours[name], theirs[name], equal_nan=True) for name in ours)

@@ -1,0 +1,109 @@
+"""The check of ids: every row of the tables that they index is looked up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from flax_attn.parity.adapters.adapter import AdapterError, Arrays, BothRaise, NotRun, Untested
+from flax_attn.parity.adapters.recording import Recording, RecordingAdapter
+from flax_attn.parity.check import Check, worst_of
+from flax_attn.parity.pair import Pair
+from flax_attn.parity.variations import excesses
+
+# Inputs that are drawn, at most: a vocabulary may be larger than what they hold.
+DRAWS = 4
+
+
+@dataclass(frozen=True)
+class Table:
+    """An embedding of PyTorch that an input indexes.
+
+    Args:
+        rows: how many ids it has.
+        padding: its `padding_idx`, which gets no gradient; None is none.
+    """
+
+    rows: int
+    padding: int | None = None
+
+
+def ids(pair: Pair) -> Check:
+    """Outputs and gradients on ids that cover the tables they index, `padding_idx` included."""
+    found = tables(pair)
+    if not found:
+        raise NotRun("no input is what an nn.Embedding of PyTorch is called with")
+    missing = {}
+    for name, table in found.items():
+        missing[name] = np.setdiff1d(np.arange(table.rows), pair.inputs[name])
+    errors = {}
+    for draw in range(DRAWS):
+        inputs = _drawn(pair, found, missing, draw)
+        errors |= _judged(pair, f"ids {draw}", inputs)
+        if not any(len(rows) for rows in missing.values()):
+            break
+    notes = []
+    covers = []
+    untested = []
+    for name, table in found.items():
+        left = len(missing[name])
+        covers.append(f"{table.rows - left} of {table.rows} ids of {name}")
+        if left:
+            untested.append(f"{left} of {table.rows} ids of {name} never occurred")
+        if table.padding is not None:
+            notes.append(f"the row {table.padding}, padding_idx, gets no gradient")
+    check = worst_of("ids", errors, 1.0, "; ".join(notes))
+    return replace(check, covers=tuple(covers), untested=tuple(untested))
+
+
+def _drawn(
+    pair: Pair, found: dict[str, Table], missing: dict[str, np.ndarray], draw: int
+) -> Arrays:
+    """Return inputs with other ids, and take these out of what is missing."""
+    random = np.random.default_rng([pair.seed, draw])
+    inputs = dict(pair.inputs)
+    for name, table in found.items():
+        inputs[name] = _covering(inputs[name], table, missing[name], random)
+        missing[name] = np.setdiff1d(missing[name], inputs[name])
+    return inputs
+
+
+def _covering(
+    given: np.ndarray, table: Table, missing: np.ndarray, random: np.random.Generator
+) -> np.ndarray:
+    """Return ids of a shape, the missing ones among them: the first, the last, those of padding."""
+    first = [table.padding or 0, table.rows - 1]
+    order = np.concatenate([np.intersect1d(first, missing), np.setdiff1d(missing, first)])
+    drawn = random.integers(0, table.rows, given.size)
+    count = min(given.size, len(order))
+    drawn[:count] = order[:count]
+    return random.permutation(drawn).reshape(given.shape).astype(given.dtype)
+
+
+def _judged(pair: Pair, name: str, inputs: Arrays) -> dict[str, float]:
+    try:
+        pair.run("torch", replace(pair.float64, name=name, inputs=inputs))
+        return excesses(pair, name, inputs)
+    except BothRaise as error:
+        raise Untested(str(error)) from None
+
+
+def tables(pair: Pair) -> dict[str, Table]:
+    """Return the table that each input of ids indexes, by the name of the input."""
+    whole = {name: x for name, x in pair.inputs.items() if x.dtype.kind in "iu" and x.size}
+    if not whole:
+        return {}
+    if isinstance(pair.torch, Recording):
+        recorded = pair.torch.about["tables"]
+        return {name: Table(*values) for name, values in recorded.items()}
+    adapter = pair.torch.adapter if isinstance(pair.torch, RecordingAdapter) else pair.torch
+    from flax_attn.parity.adapters.torch_tables import tables_of
+
+    try:
+        found = tables_of(adapter, pair.uncompiled, whole)
+    except Exception as error:
+        raise AdapterError(f"torch raised {type(error).__name__}: {error}") from error
+    if isinstance(pair.torch, RecordingAdapter):
+        pair.torch.tables = found
+    return {name: Table(*values) for name, values in found.items()}

@@ -1,0 +1,129 @@
+"""What a compiled run of JAX does beside its arithmetic: calls of the host, wider dtypes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from flax_attn.parity.adapters.adapter import RunSpec
+from flax_attn.parity.adapters.jax_adapter import JaxAdapter
+from flax_attn.parity.adapters.recording import Recording, RecordingAdapter
+from flax_attn.parity.pair import LOWER, Pair
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from flax_attn.parity.check import Check
+
+# Those that return nothing to the program, such as that of `jax.debug.print`, change nothing in it.
+CALLBACKS = ("pure_callback", "io_callback")
+# Frames of these are not the user's.
+PACKAGES = ("jax", "jaxlib", "flax", "equinox", "einops", "jaxtyping", "beartype", "flax_attn")
+
+
+def callbacks(pair: Pair, checks: Sequence[Check]) -> Iterator[str]:
+    """Yield a sentence if JAX calls back into the host, which the program is no part of."""
+    compiled = any(check.ran and check.name in ("forward", "gradients") for check in checks)
+    spec = pair.float64 if compiled else pair.uncompiled
+    found = {_place(eqn) for eqn in _equations(pair, spec) if _name(eqn) in CALLBACKS}
+    if found:
+        yield f"JAX calls back into Python{_listed(found)}; what that computes is no port"
+
+
+def wider_dtypes(pair: Pair, checks: Sequence[Check]) -> Iterator[str]:
+    """Yield sentences on lower dtypes in which JAX computed more precisely than PyTorch.
+
+    A NumPy array of float64 makes all that it meets float64: the check of the lower dtype then
+    measures another one.
+    """
+    ran = [check.name for check in checks if check.name in LOWER and check.ran]
+    in_float64: dict[str, list[str]] = {}
+    for dtype in ran:
+        found = {_place(eqn) for eqn in _equations(pair, pair.lower[dtype]) if _is_widened(eqn)}
+        if found and not _torch_widens(pair, pair.lower[dtype]):
+            in_float64.setdefault(_listed(found), []).append(dtype)
+        elif not found:
+            yield from _wider_outputs(pair, dtype)
+    for places, dtypes in in_float64.items():
+        yield (
+            f"{', '.join(dtypes)}: JAX computes in float64{places}, as a NumPy array of float64"
+            " makes it"
+        )
+
+
+def _wider_outputs(pair: Pair, dtype: str) -> Iterator[str]:
+    ours, theirs = (pair.run(side, pair.lower[dtype]).dtypes for side in ("flax", "torch"))
+    for name in sorted(ours.keys() & theirs.keys()):
+        if _bytes(ours[name]) > _bytes(theirs[name]):
+            yield f"{dtype}: JAX returns {name} in {ours[name]}, PyTorch in {theirs[name]}"
+
+
+def _bytes(dtype: str) -> int:
+    return jax.numpy.dtype(dtype).itemsize
+
+
+def _equations(pair: Pair, spec: RunSpec) -> Iterator[Any]:
+    if not isinstance(pair.flax, JaxAdapter):
+        return
+    try:
+        program = pair.flax.program(spec)
+    # What a module raises is the result of a check.
+    except Exception:
+        return
+    yield from _inner(program)
+
+
+def _inner(value: Any) -> Iterator[Any]:
+    """Yield the equations of a jaxpr, with those of the jaxprs in it."""
+    if isinstance(value, tuple | list):
+        for one in value:
+            yield from _inner(one)
+    # A closed one holds it beside its constants.
+    jaxpr = getattr(value, "jaxpr", value)
+    for eqn in getattr(jaxpr, "eqns", ()):
+        yield eqn
+        for parameter in eqn.params.values():
+            yield from _inner(parameter)
+
+
+def _name(eqn: Any) -> str:
+    return eqn.primitive.name
+
+
+def _is_widened(eqn: Any) -> bool:
+    if _name(eqn) != "convert_element_type" or eqn.params["new_dtype"] != np.float64:
+        return False
+    kind = str(eqn.invars[0].aval.dtype)
+    return kind in LOWER
+
+
+def _place(eqn: Any) -> str:
+    """Return file and line of an equation in the user's code; empty where they are not known."""
+    traceback = eqn.source_info.traceback
+    for frame in traceback.frames if traceback else ():
+        folders = Path(frame.file_name).parts
+        if not any(package in folders for package in PACKAGES):
+            return f"{Path(frame.file_name).name}:{frame.line_num}"
+    return ""
+
+
+def _listed(places: set[str]) -> str:
+    known = sorted(place for place in places if place)
+    return f" at {', '.join(known)}" if known else ""
+
+
+def _torch_widens(pair: Pair, spec: RunSpec) -> bool:
+    torch = pair.torch
+    if isinstance(torch, Recording):
+        return False
+    if isinstance(torch, RecordingAdapter):
+        torch = torch.adapter
+    from flax_attn.parity.adapters.torch_dtypes import Widenings
+
+    with Widenings() as found:
+        torch.run(spec)
+    return bool(found.operations)
