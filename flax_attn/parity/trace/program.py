@@ -22,6 +22,8 @@ LIBRARIES = (
     "haiku",
     "equinox",
     "einops",
+    "jaxtyping",
+    "beartype",
     "optax",
     "torch",
     "numpy",
