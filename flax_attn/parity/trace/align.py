@@ -58,8 +58,11 @@ class Numbers:
     def telling(self) -> bool:
         """Whether equal numbers are the same quantity: they are many, or at least not all alike."""
         x = self.sorted
-        if self.array.dtype.kind != "f" or x.size < 2:
+        if self.array.dtype.kind != "f" or not x.size:
             return False
+        # A number of many digits is not the same by chance.
+        if x.size == 1:
+            return float(f"{x[0]:.6g}") != x[0]
         distinct = 1 + np.count_nonzero(np.diff(x) > SAME * (self.scale or 1))
         return bool(distinct > 4 or (distinct > 1 and distinct == x.size))
 

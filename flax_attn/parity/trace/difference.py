@@ -15,7 +15,7 @@ from flax_attn.parity.check import finite
 from flax_attn.parity.pair import Pair
 from flax_attn.parity.trace import runs, sentences
 from flax_attn.parity.trace.align import SAME, Alignment
-from flax_attn.parity.trace.explain import explain
+from flax_attn.parity.trace.explain import explain, parted
 from flax_attn.parity.trace.expression import LAYOUT, Builder
 from flax_attn.parity.trace.hypothesis import Hypothesis
 from flax_attn.parity.trace.program import Node, Place
@@ -78,6 +78,7 @@ class Difference:
             at all hypotheses; none if the hypotheses explain the whole difference.
         steps: error of every operation that has a counterpart, in the order of the run.
         backward: whether the outputs agree, and gradients differ.
+        unproven: whether the hypotheses are where the programs part, with no value replaced.
         attention: attention weights `(b, n, t, s)` of JAX and of PyTorch, by submodule.
     """
 
@@ -85,6 +86,7 @@ class Difference:
     remaining: tuple[str, ...] = ()
     steps: tuple[Step, ...] = ()
     backward: bool = False
+    unproven: bool = False
     attention: dict[str, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict, repr=False)
 
     @property
@@ -163,9 +165,12 @@ def difference(pair: Pair) -> Difference:
 
 def _difference(found: Search, backward: bool = False) -> Difference:
     steps = tuple(_steps(found.alignment))
+    if not found.repairs and found.wrong:
+        parting = tuple(parted(found.alignment, found.wrong))
+        return Difference(parting, tuple(found.wrong), steps, backward, True)
     hypotheses = tuple(explain(found))
     attention = {} if backward else _attention(found.alignment)
-    return Difference(hypotheses, tuple(found.wrong), steps, backward, attention)
+    return Difference(hypotheses, tuple(found.wrong), steps, backward, False, attention)
 
 
 def _backward(pair: Pair, traced: Any, forward: Search) -> Difference:
@@ -177,7 +182,7 @@ def _backward(pair: Pair, traced: Any, forward: Search) -> Difference:
         return same
     stopped = stopped_gradients(pair, traced, forward.alignment)
     if stopped:
-        return Difference(tuple(stopped), (), same.steps, True, same.attention)
+        return Difference(tuple(stopped), (), same.steps, True, False, same.attention)
     flax, torch, values = runs.backward(pair)
     return _difference(search(flax, torch, values), backward=True)
 
@@ -207,7 +212,7 @@ def _error(flax: np.ndarray, right: np.ndarray) -> float:
 
 def _attention(alignment: Alignment) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """Return the results of every softmax over keys, `(b, n, t, s)`."""
-    build = Builder({})
+    build = Builder({}, alignment.flax.varying)
     found: dict[str, tuple[np.ndarray, np.ndarray]] = {}
     for node in alignment.flax.nodes:
         four = node.operation == "div" and node.value.ndim == 4

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 
 import numpy as np
 
-from flax_attn.parity.trace.align import Alignment, Numbers
+from flax_attn.parity.trace.align import Alignment, Numbers, cone
 from flax_attn.parity.trace.expression import Builder, Expression
 from flax_attn.parity.trace.gaps import Gap, gaps
 from flax_attn.parity.trace.hypothesis import Hypothesis, Side
@@ -39,14 +39,33 @@ def explain(found: Search) -> list[Hypothesis]:
     return list(grouped.values())
 
 
+def parted(alignment: Alignment, wrong: Sequence[str]) -> list[Hypothesis]:
+    """Return what differs where the programs part, if no value of one fits into the other.
+
+    Args:
+        alignment: values that both runs have.
+        wrong: names of the outputs that differ.
+    """
+    ours = cone([alignment.flax.outputs[name] for name in wrong], alignment.torch_of)
+    theirs = cone([alignment.torch.outputs[name] for name in wrong], alignment.flax_of)
+    first = [node for node in ours if node.operands and not set(node.operands) & set(ours)]
+    others = [node for node in theirs if node.operands and not set(node.operands) & set(theirs)]
+    found = []
+    for flax in first:
+        for torch in others:
+            if flax.operation == torch.operation:
+                found += _Explained(Repair(flax, torch, alignment, flax.value)).same_operands()
+    return found[:FEW]
+
+
 class _Explained:
     """The expressions of a pair of nodes over the values that both sides have."""
 
     def __init__(self, repair: Repair):
         self.repair = repair
         ours, theirs, named = _leaves(repair.before)
-        self.flax_builder = Builder(ours)
-        self.torch_builder = Builder(theirs)
+        self.flax_builder = Builder(ours, repair.before.flax.varying)
+        self.torch_builder = Builder(theirs, repair.before.torch.varying)
         self.names = Names(named, repair.before, self.torch_builder.written, _module(repair.torch))
         self.flax = self.flax_builder(repair.flax)
         self.torch = self.torch_builder(repair.torch)
@@ -62,6 +81,14 @@ class _Explained:
         else:
             yield from (self._hypothesis(gap, *ends) for gap in found)
 
+    def same_operands(self) -> list[Hypothesis]:
+        """Return what differs if both compute with the same values, and nothing else."""
+        found = list(islice(gaps(self.flax, self.torch), FEW + 1))
+        if any(gap.parameter in ("operation", "operand", "order") for gap in found):
+            return []
+        ends = self.repair.flax, self.repair.torch
+        return [self._hypothesis(gap, *ends) for gap in found]
+
     def _hypothesis(self, gap: Gap, ours: Node, theirs: Node) -> Hypothesis:
         sides = []
         for node, builder, part in (
@@ -69,7 +96,9 @@ class _Explained:
             (theirs, self.torch_builder, gap.torch),
         ):
             value = "" if part is None else text(part, self.names)
-            origins = [part.origin] if part is not None and part.origin is not None else []
+            enclosing = gap.flax_at if node is ours else gap.torch_at
+            within = enclosing if part is None or part.origin is None else part.origin
+            origins = [] if within is None else [within]
             expression = text(self._expression(node, builder), self.names)
             sides.append(Side(value, expression, places([*origins, node])))
         note = _apart(gap)
@@ -121,8 +150,7 @@ class _Explained:
         """Return the parameters of an operation of the same operands with another result."""
         sides = []
         for node, builder in ((ours, self.flax_builder), (theirs, self.torch_builder)):
-            shape = node.operands[0].value.shape
-            axes = node.parameters.get("axes", node.parameters.get("axis"))
+            axes, shape = _along(node)
             value = f"axis {plain(axes)} of {plain(shape)}"
             expression = text(builder.written(node), self.names)
             sides.append(Side(value, expression, places([node])))
@@ -138,7 +166,7 @@ def _apart(gap: Gap) -> str:
         if len(np.unique(ours)) > DISTINCT or len(np.unique(theirs)) > DISTINCT:
             return ""
         apart = np.argwhere(ours != there)
-        if not len(apart) or not ours.ndim:
+        if not len(apart) or ours.size < DISTINCT**2:
             return ""
         first = tuple(apart[0].tolist())
         values = f"flax {plain(ours[first].item())}, torch {plain(there[first].item())}"
@@ -159,7 +187,15 @@ def _innermost(flax: Expression, torch: Expression) -> tuple[Node, Node] | None:
     ours, theirs = flax.origin, torch.origin
     if ours is None or theirs is None or ours.operation not in ALONG_AXES:
         return None
-    return None if Numbers(ours.value).equals(Numbers(theirs.value)) else (ours, theirs)
+    if Numbers(ours.value).equals(Numbers(theirs.value)) or _along(ours) == _along(theirs):
+        return None
+    return ours, theirs
+
+
+def _along(node: Node) -> tuple:
+    """Return the axes along which an operation runs, and the shape that they are axes of."""
+    axes = node.parameters.get("axes", node.parameters.get("axis"))
+    return axes, node.operands[0].value.shape
 
 
 def _leaves(alignment: Alignment) -> tuple[dict[Node, int], dict[Node, int], dict[int, Node]]:

@@ -8,7 +8,7 @@ terms with factors, products are sets of bases with exponents, so that `x * rsqr
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -75,6 +75,11 @@ def number(value: float, origin: Node | None = None) -> Expression:
 
 
 ZERO, ONE = number(0.0), number(1.0)
+
+
+def negated(term: Expression) -> Expression:
+    """Return a term with the opposite sign."""
+    return total([(-1.0, term)], term.origin)
 
 
 def split(term: Expression) -> tuple[float, Expression]:
@@ -197,10 +202,11 @@ class Builder:
 
     Args:
         leaves: the number of each node that both runs have: the same for both of them.
+        varying: nodes that depend on what the run is given, which are no numbers.
     """
 
-    def __init__(self, leaves: Mapping[Node, int]):
-        self.leaves = leaves
+    def __init__(self, leaves: Mapping[Node, int], varying: Collection[Node]):
+        self.leaves, self.varying = leaves, varying
         self._made: dict[Node, Expression] = {}
 
     def leaf(self, node: Node) -> Expression:
@@ -209,7 +215,7 @@ class Builder:
 
     def __call__(self, node: Node) -> Expression:
         """Return the expression of a node over shared values, which stand for themselves."""
-        if node.constant and node.operation != "source" and node.value.size:
+        if node.constant and node not in self.varying and node.value.size:
             return number(float(node.value.reshape(-1)[0]), node)
         if node in self.leaves:
             return self.leaf(node)
@@ -437,8 +443,7 @@ def _conv(node: Node, x: list[Expression]) -> Expression:
     )
     settings = [("stride", tuple(given["stride"])), ("padding", padding)]
     settings += [("dilation", tuple(given["dilation"])), ("groups", given["groups"])]
-    inner = Expression("conv", tuple(x[:2]), tuple(settings), node)
-    return inner if len(x) < 3 else total([(1.0, inner), (1.0, x[2])], node)
+    return Expression("conv", tuple(x), tuple(settings), node)
 
 
 RULES: dict[str, Rule] = {

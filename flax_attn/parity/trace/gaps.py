@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from flax_attn.parity.trace.expression import Expression, number, scaled
+from flax_attn.parity.trace.expression import Expression, negated, number, scaled
 from flax_attn.parity.trace.program import Node
 
 # The operations whose operands have no order.
@@ -22,12 +22,16 @@ class Gap:
             `"operand"`.
         flax: what JAX has there; None if nothing.
         torch: what PyTorch has there; None if nothing.
+        flax_at: node of JAX in which it stands, or would.
+        torch_at: node of PyTorch in which it stands, or would.
     """
 
     operation: str
     parameter: str
     flax: Expression | None
     torch: Expression | None
+    flax_at: Node | None = None
+    torch_at: Node | None = None
 
 
 def gaps(flax: Expression, torch: Expression) -> Iterator[Gap]:
@@ -42,6 +46,9 @@ def gaps(flax: Expression, torch: Expression) -> Iterator[Gap]:
     if flax == torch:
         return
     torch = _same_cases(flax, torch)
+    if flax == negated(torch):
+        yield Gap(flax.operation, "sign", flax, torch)
+        return
     if flax.number is not None and torch.number is not None:
         yield Gap("number", "value", flax, torch)
         return
@@ -65,7 +72,8 @@ def _same_cases(flax: Expression, torch: Expression) -> Expression:
         return torch
     made = condition.origin
     if made is not None and made.value.dtype == bool:
-        made = Node("not", (made,), ~made.value, place=made.place)
+        place = torch.origin.place if torch.origin is not None else made.place
+        made = Node("not", (made,), ~made.value, place=place)
     opposite = Expression("not", (condition,), (), made)
     if condition.operation == "not":
         opposite = condition.operands[0]
@@ -140,6 +148,8 @@ def _weighted(flax: Expression, torch: Expression) -> Iterator[Gap]:
             "term" if operation == "sum" else "base",
             None if base is None else _weighed(operation, here[base], base),
             None if other is None else _weighed(operation, there[other], other),
+            flax.origin,
+            torch.origin,
         )
 
 
@@ -151,6 +161,9 @@ def _weighed(operation: str, weight: float, base: Expression) -> Expression:
 
 def _settings(flax: Expression, torch: Expression) -> Iterator[Gap]:
     if flax.settings == torch.settings:
+        return
+    if flax.operation == "slice":
+        yield Gap("slice", "bounds", flax, torch)
         return
     ours, theirs = _named(flax.settings), _named(torch.settings)
     for name in sorted({*ours, *theirs}):

@@ -33,10 +33,11 @@ class Side:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the side for JSON."""
-        places = [
-            {"file": place.file, "line": place.line, "source": place.source}
-            for place in self.places
-        ]
+        places = []
+        for place in self.places:
+            caller = place.caller and {"file": place.caller[0], "line": place.caller[1]}
+            own = {"file": place.file, "line": place.line, "source": place.source}
+            places.append({**own, "caller": caller})
         return {"value": self.value, "expression": self.expression, "places": places}
 
 

@@ -209,10 +209,6 @@ def _rule_of(eqn: Any) -> Callable[[Arrays], Any] | None:
 
 
 def _of_numpy(dtype: Any) -> bool:
-    return dtype is not None and np.dtype(dtype).kind in "biuf" if _plain(dtype) else False
-
-
-def _plain(dtype: Any) -> bool:
     # Neither a key nor a dtype of ml_dtypes.
     return isinstance(dtype, np.dtype) and dtype.kind in "biuf" and dtype.isbuiltin == 1
 
@@ -266,6 +262,7 @@ SHOWN = {
     "cumprod": {"axis": "axis", "reverse": "reverse"},
     "cummax": {"axis": "axis", "reverse": "reverse"},
     "argmax": {"axes": "axis"},
+    "tile": {"reps": "repetitions"},
     "argmin": {"axes": "axis"},
     "top_k": {"k": "k"},
     "sort": {"dimension": "axis"},
@@ -283,9 +280,16 @@ def name_of(eqn: Any) -> str:
     return NAMES.get(name, name)
 
 
+def _plain(value: Any) -> Any:
+    # Numbers of NumPy are written in another way than those of Python.
+    if isinstance(value, tuple | list):
+        return tuple(_plain(inner) for inner in value)
+    return value.item() if isinstance(value, np.generic) else value
+
+
 def parameters_of(eqn: Any) -> dict[str, Any]:
     """Return the parameters of an operation that its result depends on, in plain notation."""
     shown = SHOWN.get(eqn.primitive.name, {})
-    found = {name: eqn.params[own] for own, name in shown.items()}
+    found = {name: _plain(eqn.params[own]) for own, name in shown.items()}
     # Its operands are the condition, and the case for False before that for True.
     return {**found, "false_first": True} if eqn.primitive.name == "select_n" else found

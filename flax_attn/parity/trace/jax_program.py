@@ -12,7 +12,7 @@ import numpy as np
 from jax.extend.core import Literal
 
 from flax_attn.parity.trace import jax_numpy
-from flax_attn.parity.trace.program import Node, Place, Program, user_frame
+from flax_attn.parity.trace.program import Node, Place, Program, place_of
 
 # Operations that only call another program, by the parameter that holds it.
 CALLS = {
@@ -27,9 +27,6 @@ CALLS = {
     "custom_vjp_call_jaxpr": "fun_jaxpr",
     "custom_lin": "call_jaxpr",
 }
-# Files of JAX between a compiled function and who calls it: a line beyond them may be that of an
-# earlier caller, since JAX traces a compiled function once.
-TRACING = ("jax/_src/pjit.py",)
 MODULE = re.compile(r"@([^@]*)@")
 
 
@@ -40,12 +37,10 @@ class _Scope:
     Args:
         stack: names of the scopes around it.
         place: place of the operation that calls it.
-        compiled: whether it was traced by `jax.jit`.
     """
 
     stack: str = ""
     place: Place | None = None
-    compiled: bool = False
 
 
 @dataclass
@@ -84,9 +79,8 @@ class _Builder:
         here = _scope_of(eqn, scope)
         if name in CALLS:
             inner = eqn.params[CALLS[name]]
-            within = _Scope(here.stack, here.place, name in ("jit", "pjit") or scope.compiled)
             jaxpr, consts = _opened(inner)
-            return self.run(jaxpr, consts, given, within)
+            return self.run(jaxpr, consts, given, here)
         if name == "scan":
             return self.scan(eqn, given, here)
         if name == "while":
@@ -193,21 +187,7 @@ def _scope_of(eqn: Any, outer: _Scope) -> _Scope:
     module = modules[-1] if modules else ""
     traceback = eqn.source_info.traceback
     frames = [(frame.file_name, frame.line_num) for frame in traceback.frames] if traceback else []
-    if outer.compiled:
-        frames = _within(frames)
-    found = user_frame(frames)
-    if found is None:
-        place = outer.place or (Place(*frames[-1], module) if frames else None)
-        return _Scope(stack, place, outer.compiled)
-    return _Scope(stack, Place(*found, module), outer.compiled)
-
-
-def _within(frames: list[tuple[str, int]]) -> list[tuple[str, int]]:
-    """Return the frames inside a compiled function."""
-    for i, (file, _) in enumerate(frames):
-        if file.endswith(TRACING):
-            return frames[:i]
-    return frames
+    return _Scope(stack, place_of(frames, module) or outer.place)
 
 
 def jax_program(function: Callable[..., Any], sources: Mapping[str, Any]) -> Program:

@@ -41,7 +41,8 @@ def narrowed(
         if _anchored(alignment, node, ours=True):
             continue
         current = alignment.value(node)
-        for other in alignment.torch_of[node]:
+        # The last that moves the numbers is nearest to what computes with them.
+        for other in reversed(alignment.torch_of[node]):
             for value in islice(laid_out(other.value, current.shape), LAYOUTS):
                 if same_array(value, current):
                     continue
@@ -57,7 +58,7 @@ def _ancestors(alignment: Alignment, top: Node) -> list[Node]:
     waiting = [top]
     while waiting and len(found) < ANCESTORS:
         for operand in waiting.pop(0).operands:
-            if operand not in found and operand.operands:
+            if operand not in found and operand.operation != "constant":
                 found.add(operand)
                 waiting.append(operand)
     shared = [node for node in found if node in alignment.torch_of]
@@ -85,7 +86,7 @@ def steps(alignment: Alignment, top: Node, ours: bool) -> list[Node]:
 
 def _anchored(alignment: Alignment, node: Node, ours: bool) -> bool:
     """Whether the other side has a value in the same order, but for the order of its axes."""
-    if not node.operands or node.constant:
+    if node.constant:
         return True
     if node.operation in MOVING:
         return False
@@ -95,7 +96,9 @@ def _anchored(alignment: Alignment, node: Node, ours: bool) -> bool:
         there = alignment.value(other)
         if there.size == value.size and same_array(there.reshape(-1), value.reshape(-1)):
             return True
-        if len(np.squeeze(there).shape) != len(np.squeeze(value).shape):
+        sizes = [size for size in value.shape if size != 1]
+        # Where two axes are as long as each other, their order can be wrong.
+        if len(np.squeeze(there).shape) != len(sizes) or len(set(sizes)) != len(sizes):
             continue
         if any(same_array(moved, value) for moved in laid_out(there, value.shape)):
             return True
@@ -133,6 +136,22 @@ def relation(flax: np.ndarray, torch: np.ndarray) -> str:
     for order in _permutations(torch):
         if order != tuple(range(torch.ndim)) and same_array(flax, torch.transpose(order)):
             return f"its axes are those of torch in the order {plain(order)}"
+    return _along_axes(flax, torch) or _along_joined_axes(flax, torch)
+
+
+def _along_joined_axes(flax: np.ndarray, torch: np.ndarray) -> str:
+    """Return the difference in order along two neighbouring axes, read as one."""
+    for axis in range(torch.ndim - 1):
+        joined = torch.shape[axis] * torch.shape[axis + 1]
+        shape = (*torch.shape[:axis], joined, *torch.shape[axis + 2 :])
+        found = _along_axes(flax.reshape(shape), torch.reshape(shape))
+        if found:
+            return found
+    return ""
+
+
+def _along_axes(flax: np.ndarray, torch: np.ndarray) -> str:
+    """Return the difference in order along each axis by itself, if that is all."""
     index = _index_map(flax, torch)
     if index is None:
         return ""
@@ -184,7 +203,7 @@ def _described(along: np.ndarray, axis: int) -> str:
         if size % first == 0:
             other = straight.reshape(first, size // first).T.reshape(-1)
             if (along == other).all():
-                parts = plain((size // first, first)), plain((first, size // first))
-                return f"axis {axis} of {size} is split as {parts[0]}, in torch as {parts[1]}"
+                ours, theirs = plain((first, size // first)), plain((size // first, first))
+                return f"axis {axis} of {size} is split as {ours}, in torch as {theirs}"
     listed = along.tolist() if size <= LONGEST else [*along[:LONGEST].tolist(), "..."]
     return f"axis {axis} is in the order {', '.join(map(str, listed))} of torch"

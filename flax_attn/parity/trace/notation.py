@@ -201,9 +201,10 @@ def _product(x: Expression, names: Names) -> tuple[str, int]:
         shown = _power(base, abs(exponent), names)
         (above if exponent > 0 else below).append(shown)
     factor = x.settings[0]
-    if factor != 1:
+    sign = "-" if factor == -1 else ""
+    if factor not in (1, -1):
         above.append(plain(factor))
-    top = " * ".join(above) or "1"
+    top = sign + (" * ".join(above) or "1")
     if not below:
         return top, PRODUCT if len(above) > 1 else ATOM
     bottom = below[0] if len(below) == 1 else f"({' * '.join(below)})"

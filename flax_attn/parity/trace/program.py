@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import islice
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +27,14 @@ LIBRARIES = (
     "optax",
     "torch",
     "numpy",
+    "beartype",
     "contextlib",
+    "jaxtyping",
+    "typeguard",
     "functools",
 )
+# Where libraries keep their layers, whose lines are shown if a layer alone is compared.
+LAYERS = ("/flax/nnx/nn/", "/flax/linen/", "/equinox/nn/", "/haiku/_src/", "/torch/nn/modules/")
 # The harness, and the table of variants that calls it.
 HARNESS = ("parity", "proof")
 PYTHON = str(Path(linecache.__file__).parent)
@@ -44,11 +49,14 @@ class Place:
         file: path of the file.
         line: number of the line.
         module: dotted path of the innermost submodule that was called; empty at the top.
+        caller: file and line from which the function with this line was called, where a user wrote
+            that, too.
     """
 
     file: str
     line: int
     module: str = ""
+    caller: tuple[str, int] | None = None
 
     @property
     def source(self) -> str:
@@ -186,9 +194,26 @@ class Program:
         return changed
 
 
-def user_frame(frames: Iterable[tuple[str, int]]) -> tuple[str, int] | None:
-    """Return the innermost file and line that stand in no library; None if all do."""
-    return next((frame for frame in frames if not in_library(frame[0])), None)
+def place_of(frames: Sequence[tuple[str, int]], module: str = "") -> Place | None:
+    """Return the innermost line of some frames that a user wrote, else that of a library's layer.
+
+    It is None where there is neither.
+    """
+    # Beyond the harness stands who called it.
+    inside = takewhile(lambda frame: not in_harness(frame[0]), frames)
+    written = (frame for frame in inside if not in_library(frame[0]))
+    found = list(islice(written, 2))
+    if not found:
+        layers = (frame for frame in frames if any(name in frame[0] for name in LAYERS))
+        found = list(islice(layers, 1))
+    if not found:
+        return None
+    return Place(*found[0], module, found[1] if len(found) > 1 else None)
+
+
+def in_harness(file: str) -> bool:
+    """Whether a file belongs to the harness itself."""
+    return any(file.startswith(f"{PACKAGE}/{folder}/") for folder in HARNESS)
 
 
 _KNOWN: dict[str, bool] = {}
@@ -204,9 +229,8 @@ def in_library(file: str) -> bool:
 def _is_library(file: str) -> bool:
     if file.startswith("<"):
         return True
-    if file.startswith(PACKAGE):
-        parts = Path(file).relative_to(PACKAGE).parts
-        return parts[0] in HARNESS
+    if file.startswith(f"{PACKAGE}/"):
+        return in_harness(file)
     for name in LIBRARIES:
         found = getattr(sys.modules.get(name), "__file__", None)
         folder = str(Path(found).parent) if found else None

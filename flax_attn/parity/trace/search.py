@@ -26,6 +26,8 @@ NEXT = 16
 TRIED, MADE = 3000, 24
 # Those that make something agree, of which the best is taken.
 COMPARED = 24
+# The operations that are followed to a value in the layout of a node.
+ELEMENTWISE = 8
 # Values that agree after a replacement by chance are fewer.
 SURE = 3
 SKIPPED = frozenset({*LAYOUT, "source", "constant", "element", "slice", "split", "copy"})
@@ -150,7 +152,9 @@ def _output_repair(
     """Return the replacement of an output whose numbers agree, in another order."""
     for name in wrong:
         ours, right = alignment.flax.outputs[name], alignment.expected[name]
-        if ours.value.shape == right.shape:
+        # Numbers of another order are laid out anew; others are explained where they come from.
+        laid_out_anew = ours in alignment.torch_of
+        if ours.value.shape == right.shape and laid_out_anew:
             theirs = alignment.torch.outputs[name]
             return Repair(ours, theirs, alignment, right), {ours: right}
     return None
@@ -161,7 +165,8 @@ def _candidates(
 ) -> Iterator[tuple[Node, Node]]:
     """Yield pairs of nodes that may be the same quantity, those near to agreeing values first."""
     depths = _depths(ours, alignment.flax) | _depths(theirs, alignment.torch)
-    here = [node for node in ours if _is_candidate(node, depths)]
+    users = alignment.flax.users | alignment.torch.users
+    here = [node for node in ours if _is_candidate(node, depths) and not _is_shift(node, users)]
     there = [node for node in theirs if _is_candidate(node, depths)]
     shared = {node: frozenset(_leaves(node, depths)) for node in [*here, *there]}
     classes = {
@@ -204,6 +209,18 @@ def _leaves(node: Node, inside: Mapping[Node, int]) -> set[Node]:
     return found
 
 
+def _is_shift(node: Node, users: Mapping[Node, Sequence[Node]]) -> bool:
+    """Whether a value is only subtracted in an `exp`, as a softmax does, which changes nothing."""
+    for user in users[node]:
+        moved = user.operation in LAYOUT or user.operation == "max"
+        if moved and _is_shift(user, users):
+            continue
+        shifted = user.operation == "sub" and user.operands[1] is node
+        if not shifted or any(after.operation != "exp" for after in users[user]):
+            return False
+    return bool(users[node])
+
+
 def _is_candidate(node: Node, depths: dict[Node, int]) -> bool:
     shown = node.operation not in SKIPPED or not any(x in depths for x in node.operands)
     return node.floating and shown and bool(node.operands) and depths[node] <= DEEPEST
@@ -226,8 +243,7 @@ def _tried(
 ) -> tuple[int, dict[Node, np.ndarray], bool] | None:
     """Return what a replacement makes agree, in the layout in which it does; None if nothing."""
     known = alignment.changed
-    current = alignment.value(flax)
-    for value in laid_out(torch.value, current.shape):
+    for value in _layouts(alignment, flax, torch):
         near = alignment.flax.rerun({flax: value}, known, NEXT)
         is_output = any(flax is node for node in alignment.flax.outputs.values())
         if not is_output and not _agreeing(alignment, near, {flax}, theirs):
@@ -242,6 +258,27 @@ def _tried(
             certain = gain >= SURE or _is_certain(alignment, changed, flax, theirs)
             return gain, changed, complete or certain
     return None
+
+
+def _layouts(alignment: Alignment, flax: Node, torch: Node) -> Iterator[np.ndarray]:
+    """Yield the value of a node of PyTorch in the layouts that that of JAX may have.
+
+    An operation of each element by itself keeps the layout of what it is computed from.
+    """
+    waiting = [flax]
+    for _ in range(ELEMENTWISE):
+        if not waiting:
+            break
+        for ours in waiting.pop(0).operands:
+            if ours.value.shape != flax.value.shape:
+                continue
+            for theirs in alignment.torch_of.get(ours, ()):
+                same = theirs.value.shape == torch.value.shape
+                if same and same_array(alignment.value(ours), theirs.value):
+                    yield torch.value.reshape(flax.value.shape)
+                    return
+            waiting.append(ours)
+    yield from laid_out(torch.value, flax.value.shape)
 
 
 def _is_certain(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flax_attn.parity.trace.hypothesis import Hypothesis, Side
@@ -12,6 +13,8 @@ if TYPE_CHECKING:
 
 # Submodules with the same difference that are named.
 NAMED = 3
+# What differs as a whole expression.
+PARTS = ("operation", "operand", "term", "base", "order", "sign", "bounds")
 # Characters of an expression that are shown.
 LONGEST = 160
 
@@ -29,8 +32,15 @@ def proof(found: Difference) -> str:
     """Return what the replacements by values of PyTorch prove."""
     what = "gradients" if found.backward else "outputs"
     count = len(found.hypotheses)
+    if not count and not found.remaining:
+        return (
+            "outputs and gradients agree in float64, operation by operation: the checks that fail"
+            " say what differs"
+        )
     if not count:
         return f"no operation explains the difference of the {what}"
+    if found.unproven:
+        return "the shapes differ from here on, so that no value of PyTorch can be put in: no proof"
     places = "this place" if count == 1 else f"these {count} places"
     if found.repaired and found.hypotheses[0].parameter == "gradient":
         return f"proof: without {places.replace('place', 'stop')} all {what} are equal"
@@ -56,11 +66,16 @@ def _difference(found: Hypothesis) -> str:
         return f"{has} {kind} {value}, {lacks} does not"
     if found.parameter == "constant":
         return f"flax adds {ours}, torch {theirs}"
+    if found.parameter == "factor" and {ours, theirs} == {"1", "-1"}:
+        side, other = ("flax", "torch") if ours == "-1" else ("torch", "flax")
+        return f"{side} changes the sign, {other} does not"
     if found.parameter == "factor":
         return f"flax multiplies by {ours}, torch by {theirs}"
-    if found.parameter in ("axes", "axis"):
+    if found.parameter in ("axes", "axis", "over"):
         return f"flax has the {found.operation} over {ours}, torch over {theirs}"
-    if found.parameter in ("operation", "operand", "term", "base", "order"):
+    if found.parameter == "value":
+        return f"flax has {ours}, torch {theirs}"
+    if found.parameter in PARTS:
         return f"flax has {ours}, torch has {theirs}"
     return f"flax has {found.parameter} {ours}, torch {theirs}"
 
@@ -81,8 +96,13 @@ def lines(found: Hypothesis) -> Iterator[str]:
 def _place(side: Side) -> str:
     if not side.places:
         return "(no line known)"
+    first = side.places[0]
+    called = ""
+    if first.caller is not None:
+        file, line = first.caller
+        called = f" (called in {Path(file).name}:{line})"
     others = [str(place.line) for place in side.places[1:3]]
-    return f"{side.place}{''.join(f', {line}' for line in others)}"
+    return f"{first}{''.join(f', {line}' for line in others)}{called}"
 
 
 def _shown(found: Hypothesis, side: Side) -> str:

@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flax_attn.parity.trace import torch_names
-from flax_attn.parity.trace.program import Node, Place, Program, user_frame
+from flax_attn.parity.trace.program import Node, Place, Program, place_of
 
 aten = torch.ops.aten
 # A line of a traceback.
@@ -103,10 +104,18 @@ def _flash_attention(
     return out, scores.logsumexp(-1)
 
 
+def _convolution(x: Any, weight: Any, bias: Any, *options: Any) -> Any:
+    if bias is None:
+        return NotImplemented
+    each = (1, -1, *(1 for _ in weight.shape[2:]))
+    return aten.convolution.default(x, weight, None, *options) + bias.reshape(each)
+
+
 FORMULAS: dict[Any, Callable[..., Any]] = {
     aten.addmm.default: _addmm,
     aten.baddbmm.default: _addmm,
     aten._scaled_dot_product_flash_attention_for_cpu.default: _flash_attention,
+    aten.convolution.default: _convolution,
     aten.native_group_norm.default: _group_norm,
     aten.var_mean.correction: _var_mean,
     aten.var.correction: _var,
@@ -258,24 +267,28 @@ class _Recorder(TorchDispatchMode):
         backward = torch._C._current_autograd_node()
         if backward is not None:
             return self._forward_place(backward)
-        found = user_frame(_frames())
-        if found is None:
-            return None
-        place = Place(*found, self.modules[-1] if self.modules else "")
-        self._modules_of_lines[found] = place.module
+        # Read here, where no frame of the harness is between.
+        frames = list(_frames())
+        place = place_of(frames, self.modules[-1] if self.modules else "")
+        if place is not None:
+            self._modules_of_lines[place.file, place.line] = place.module
         return place
 
     def _forward_place(self, node: Any) -> Place | None:
         """Return the line of the operation whose backward pass runs, which autograd has kept."""
         kept = FRAME.findall("".join(node.metadata.get("traceback_", [])))
-        found = user_frame((file, int(line)) for file, line in reversed(kept))
-        return None if found is None else Place(*found, self._modules_of_lines.get(found, ""))
+        place = place_of([(file, int(line)) for file, line in reversed(kept)])
+        if place is None:
+            return None
+        return replace(place, module=self._modules_of_lines.get((place.file, place.line), ""))
 
 
 def _frames() -> Iterator[tuple[str, int]]:
     frame = sys._getframe(2)
     while frame is not None:
-        yield frame.f_code.co_filename, frame.f_lineno
+        # What is recorded is called through the recorder.
+        if frame.f_code.co_filename != __file__:
+            yield frame.f_code.co_filename, frame.f_lineno
         frame = frame.f_back
 
 
