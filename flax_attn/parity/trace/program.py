@@ -22,8 +22,6 @@ LIBRARIES = (
     "haiku",
     "equinox",
     "einops",
-    "jaxtyping",
-    "beartype",
     "optax",
     "torch",
     "numpy",
