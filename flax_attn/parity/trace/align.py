@@ -62,7 +62,7 @@ class Numbers:
             return False
         # A number of many digits is not the same by chance.
         if x.size == 1:
-            return float(f"{x[0]:.6g}") != x[0]
+            return bool(float(f"{x[0]:.6g}") != x[0])
         distinct = 1 + np.count_nonzero(np.diff(x) > SAME * (self.scale or 1))
         return bool(distinct > 4 or (distinct > 1 and distinct == x.size))
 
