@@ -141,11 +141,8 @@ def difference(pair: Pair) -> Difference:
     Example:
         >>> import jax, torch
         >>> from flax_attn.parity import compare
-        >>> from flax_attn.parity.cpu import on_cpu
         >>> gelu = torch.nn.GELU(approximate="tanh").eval()
-        >>> pair = compare(jax.nn.silu, gelu, [(5, 3)], checks=["forward"], locate=False).pair
-        >>> with on_cpu():
-        ...     found = difference(pair)
+        >>> found = compare(jax.nn.silu, gelu, [(5, 3)], checks=["forward"]).difference
         >>> len(found.hypotheses), found.repaired
         (1, True)
     """

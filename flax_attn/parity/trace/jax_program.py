@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.extend.core import Literal
 
-from flax_attn.parity.trace import jax_numpy
+from flax_attn.parity.trace import jax_numpy, scopes
 from flax_attn.parity.trace.program import Node, Place, Program, place_of
 
 # Operations that only call another program, by the parameter that holds it.
@@ -186,7 +186,11 @@ def _scope_of(eqn: Any, outer: _Scope) -> _Scope:
     modules = MODULE.findall(stack)
     module = modules[-1] if modules else ""
     traceback = eqn.source_info.traceback
-    frames = [(frame.file_name, frame.line_num) for frame in traceback.frames] if traceback else []
+    frames = []
+    for frame in traceback.frames if traceback else ():
+        # Submodules are called through the scope that names them.
+        if frame.file_name != scopes.__file__:
+            frames.append((frame.file_name, frame.line_num))
     return _Scope(stack, place_of(frames, module) or outer.place)
 
 

@@ -255,7 +255,8 @@ def _tried(
             for name, node in alignment.flax.outputs.items()
         )
         if gain or complete:
-            certain = gain >= SURE or _is_certain(alignment, changed, flax, theirs)
+            together = gain > 1 and _is_certain(alignment, changed, flax, theirs)
+            certain = gain >= SURE or together
             return gain, changed, complete or certain
     return None
 
