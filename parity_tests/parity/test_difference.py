@@ -97,6 +97,15 @@ class MissingTerm:
         return x + torch.sin(x @ w)  # planted
 
 
+@planted(r"flax adds .*cos.*, torch does not", shapes=(X, SQUARE))
+class ExtraTerm:
+    def flax(x, w):
+        return x @ w + jnp.cos(x)  # planted
+
+    def torch(x, w):
+        return x @ w  # planted
+
+
 @planted(r"over 5, torch (over )?8", shapes=(X, X))
 class AxisOfSoftmax:
     def flax(x, y):
