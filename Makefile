@@ -18,16 +18,16 @@ NEWEST_TESTS := $(addprefix tests/backends/test_, choose.py cudnn.py splash.py t
 	$(filter-out tests/test_types.py,$(wildcard tests/test_*.py))  # types are checked once, by make test
 
 # What is compiled once is kept: the same small programs come up in the proof and in many tests.
-parity against faults distributed field field-by-hand docs fuzz test test-newest test-oldest: export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/build/compiled
-parity against faults distributed field field-by-hand docs fuzz test test-newest test-oldest: export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS ?= 0
-parity against faults distributed field field-by-hand docs fuzz test test-newest test-oldest: export JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES ?= -1
+parity against faults distributed field field-by-hand docs fuzz right test test-newest test-oldest: export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/build/compiled
+parity against faults distributed field field-by-hand docs fuzz right test test-newest test-oldest: export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS ?= 0
+parity against faults distributed field field-by-hand docs fuzz right test test-newest test-oldest: export JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES ?= -1
 # What is not compiled is a program for each operation, in which there is nothing to optimise.
 parity against: export JAX_DISABLE_MOST_OPTIMIZATIONS ?= 1
 
 # What an old dependency can break: whatever calls one.
 OLDEST_TESTS := tests/modules/test_cache.py tests/training tests/models tests/sharding/test_parameters.py tests/test_cli_generate.py
 
-.PHONY: help parity against faults distributed test fuzz bench field field-by-hand tpu gpu plan lint format tables docs docs-look docs-links dist test-newest test-oldest test-gpu clean
+.PHONY: help parity against faults distributed test fuzz right bench field field-by-hand tpu gpu plan lint format tables docs docs-look docs-links dist test-newest test-oldest test-gpu clean
 
 help:
 	@echo 'make parity       prove that every variant equals its PyTorch twin'
@@ -37,6 +37,7 @@ help:
 	@echo 'make test         run all tests'
 	@echo 'make fuzz         make random calls until 2,000 are done or 5 minutes are over; judge each by a formula in NumPy;'
 	@echo '                  ARGS="--case 1234" prints and runs one of them again'
+	@echo 'make right        compare right pairs of modules, at three sizes and five seeds: no alarm (hours); ARGS="--only NAME" runs one'
 	@echo 'make bench        measure time and memory beside PyTorch, jax.nn, Flax and attnax (a quarter of an hour)'
 	@echo 'make field        judge Flax ports of other libraries beside their PyTorch twins; docs/field.md (an hour)'
 	@echo 'make field-by-hand  reach the verdicts of make field again without the harness (half an hour)'
@@ -74,6 +75,9 @@ test: .venv/installed
 
 fuzz: .venv/installed
 	$(BIN)/python -m tests.fuzz $(ARGS)
+
+right: .venv/installed
+	$(BIN)/python -m parity_tests.right_pairs $(ARGS)
 
 bench: .venv/installed
 	$(BIN)/flax-attn bench $(ARGS)

@@ -1,6 +1,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -19,7 +20,7 @@ def test_help_names_every_command(capsys):
 
 
 def test_no_command_is_bad_usage():
-    with pytest.raises(SystemExit, match="2"):
+    with pytest.raises(SystemExit, match="64"):
         main([])
 
 
@@ -36,7 +37,7 @@ def test_parity_without_torch_says_what_to_install_in_one_line():
         " sys.exit(main(['parity']))"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert run.returncode == 2
+    assert run.returncode == 64
     assert (
         run.stderr
         == 'flax-attn: parity needs PyTorch: pip install "flax-attn[torch]", or compare with an'
@@ -184,8 +185,8 @@ def test_bench_measures_one_shape_and_writes_all_that_was_measured(tmp_path, cap
         (["show", "--out", "maps"], "its suffix says the format"),
     ],
 )
-def test_bad_usage_is_one_line_and_exit_code_2(arguments, message, capsys, no_shape_checks):
-    assert main(arguments) == 2
+def test_bad_usage_is_one_line_and_exit_code_64(arguments, message, capsys, no_shape_checks):
+    assert main(arguments) == 64
     error = capsys.readouterr().err
     assert error.startswith("flax-attn: ")
     assert message in error
@@ -194,7 +195,7 @@ def test_bad_usage_is_one_line_and_exit_code_2(arguments, message, capsys, no_sh
 
 @pytest.mark.parametrize("seed", ["-1", "99999999999999999999", "x"])
 def test_a_seed_out_of_range_is_bad_usage(seed):
-    with pytest.raises(SystemExit, match="2"):
+    with pytest.raises(SystemExit, match="64"):
         main(["show", "--shapes", "--seed", seed])
 
 
@@ -202,6 +203,15 @@ def test_a_seed_out_of_range_is_bad_usage(seed):
     "arguments", [["backends", "--shape", "1,8,8"], ["bench", "--shape", "1,8,0,8"]]
 )
 def test_a_shape_that_is_none_is_bad_usage(arguments, capsys):
-    with pytest.raises(SystemExit, match="2"):
+    with pytest.raises(SystemExit, match="64"):
         main(arguments)
     assert "argument --shape" in capsys.readouterr().err
+
+
+def test_the_skill_is_printed_and_found(capsys):
+    assert main(["skill", "--path"]) == 0
+    path = Path(capsys.readouterr().out.strip())
+    assert main(["skill"]) == 0
+    assert capsys.readouterr().out.strip() == path.read_text().strip()
+    for word in ("flax-attn compare", "flax-attn verify", "schema.json"):
+        assert word in path.read_text()

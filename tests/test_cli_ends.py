@@ -93,7 +93,7 @@ def test_an_interrupt_that_is_ignored_stays_so():
 
 def test_main_leaves_signals_alone_where_a_program_calls_it(capsys):
     before = signal.getsignal(signal.SIGINT)
-    assert main(["show"]) == 2
+    assert main(["show"]) == 64
     assert signal.getsignal(signal.SIGINT) is before
 
 
@@ -114,7 +114,7 @@ def test_a_full_disk_behind_stdout_is_one_line():
             [*COMMAND, "backends"], stdout=full, stderr=subprocess.PIPE, text=True, check=False
         )
     assert (run.returncode, run.stderr) == (
-        2,
+        3,
         "flax-attn: cannot go on: [Errno 28] No space left on device\n",
     )
 
@@ -162,8 +162,8 @@ def failing(error):
         ),
     ],
 )
-def test_what_the_system_lacks_is_one_line_and_exit_code_2(error, line, capfd):
-    assert failing(error) == 2
+def test_what_stops_a_command_is_one_line_and_an_exit_code(error, line, capfd):
+    assert failing(error) == (64 if isinstance(error, UsageError) else 3)
     shown = capfd.readouterr().err
     assert shown.startswith(f"flax-attn: {line}")
     assert shown.count("\n") == 1
@@ -241,7 +241,7 @@ def test_without_a_home_nothing_is_kept_and_it_is_said(home, monkeypatch, capsys
 
 def test_a_plot_without_matplotlib_is_refused_before_anything_is_measured(monkeypatch, capsys):
     monkeypatch.setattr("flax_attn.cli.common.find_spec", lambda name: None)
-    assert main(["bench", "--plot", "growth.png"]) == 2
+    assert main(["bench", "--plot", "growth.png"]) == 64
     assert (
         capsys.readouterr().err
         == 'flax-attn: --plot needs matplotlib: pip install "flax-attn[viz]"\n'

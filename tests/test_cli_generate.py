@@ -60,7 +60,7 @@ def test_bad_usage_is_said_before_anything_is_read(options, rule, capsys):
         code = main(["generate", "--prompt", "a", *options])
     except SystemExit as stopped:  # by the parser
         code = stopped.code
-    assert code == 2
+    assert code == 64
     assert rule in capsys.readouterr().err
 
 
@@ -87,7 +87,7 @@ def test_bad_usage_is_said_before_anything_is_read(options, rule, capsys):
 def test_a_stop_that_cannot_be_read_is_bad_usage(text, rule, folder, tmp_path, capsys):
     (tmp_path / "tokenizer.json").write_text((folder / "tokenizer.json").read_text())
     (tmp_path / "generation_config.json").write_text(text)
-    assert main(["generate", "--model", str(tmp_path), "--prompt", "a", "--no-compile-cache"]) == 2
+    assert main(["generate", "--model", str(tmp_path), "--prompt", "a", "--no-compile-cache"]) == 64
     assert rule in capsys.readouterr().err
 
 
@@ -134,7 +134,7 @@ def test_a_tokenizer_that_gives_no_tokens_is_one_line(name, folder, tmp_path, ca
     if text is not None:
         file.write_text(text)
     options = ["--model", str(tmp_path / "model"), "--no-compile-cache"]
-    assert main(["generate", *options, "--prompt", prompt]) == 2
+    assert main(["generate", *options, "--prompt", prompt]) == 64
     said = capsys.readouterr()
     assert (said.out, said.err.count("\n")) == ("", 1)
     assert rule in said.err
@@ -200,5 +200,5 @@ def test_the_rate_leaves_out_the_tokens_that_wait_for_compiling():
 
 def test_a_prompt_that_is_no_text_is_bad_usage(folder, capsys):
     arguments = ["generate", "--model", str(folder), "--no-compile-cache", "--prompt"]
-    assert main([*arguments, "\udcff"]) == 2
+    assert main([*arguments, "\udcff"]) == 64
     assert "--prompt must be text in UTF-8; " in capsys.readouterr().err

@@ -28,6 +28,18 @@ def test_the_packages_are_in_the_wheel(pyproject):
     ]
 
 
+def test_pytest_finds_the_plugin(pyproject):
+    project, setuptools = pyproject["project"], pyproject["tool"]["setuptools"]
+    assert project["entry-points"]["pytest11"] == {"pytest_flax_attn": "pytest_flax_attn"}
+    assert setuptools["py-modules"] == ["pytest_flax_attn"]
+    assert (ROOT / "pytest_flax_attn.py").is_file()
+
+
+@pytest.mark.parametrize("file", ["parity/SKILL.md", "parity/report/schema.json"])
+def test_what_programs_read_is_in_the_wheel(file):
+    assert (ROOT / "flax_attn" / file).is_file()
+
+
 def test_sources_of_the_library_are_in_the_source_distribution():
     listed = (ROOT / "MANIFEST.in").read_text().splitlines()
     assert {

@@ -29,7 +29,7 @@ def row(variant: dict[str, Any]) -> dict[str, str]:
     """Return the line of one variant of a report: `-` where a check does not apply."""
     errors = {check["name"]: check["error"] for check in variant["checks"]}
     margins = [check["margin"] for check in variant["checks"] if check["error"]]
-    found = {"variant": variant["variant"]}
+    found = {"variant": variant["name"]}
     for check in CHECKS:
         error = errors.get(check)
         found[check] = "-" if error is None else f"{error:.1e}"

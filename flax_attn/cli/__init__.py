@@ -15,9 +15,10 @@ if TYPE_CHECKING:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code.
 
-    0 is done, 1 that a check failed, 2 that the command cannot run as it was called, or not on:
-    something is not installed, or cannot be written; 130 that it was interrupted, 141 that nobody
-    reads its output.
+    0 is done or equal, 1 that a check failed or two modules differ, 2 that they are equal where
+    they were tested, 3 that the command cannot go on: something is not installed, or cannot be
+    compared or written; 64 that it cannot run as it was called, 130 that it was interrupted, 141
+    that nobody reads its output.
     """
     if arguments is None:  # this process is the command, and not a program that calls it
         end_on_signals()
@@ -34,16 +35,26 @@ def _run(arguments: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    import argparse
-
     import flax_attn
 
     # Imported here, so that an interrupt meanwhile is one of the command.
-    from flax_attn.cli import backends, bench, faults, generate, parity, plan, show
+    from flax_attn.cli import (
+        backends,
+        bench,
+        compare,
+        faults,
+        generate,
+        parity,
+        plan,
+        show,
+        skill,
+        verify,
+    )
+    from flax_attn.cli.guard import Parser
 
-    parser = argparse.ArgumentParser(prog="flax-attn", description=flax_attn.__doc__)
+    parser = Parser(prog="flax-attn", description=flax_attn.__doc__)
     parser.add_argument("--version", action="version", version=f"flax-attn {flax_attn.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (parity, faults, show, backends, bench, generate, plan):
+    for command in (compare, verify, skill, parity, faults, show, backends, bench, generate, plan):
         command.add(commands)
     return parser

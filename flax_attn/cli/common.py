@@ -61,11 +61,43 @@ def check_writable(path: str | None) -> None:
         )
 
 
+def cache() -> Path:
+    """Return the directory of this package in the user's cache.
+
+    Raises:
+        RuntimeError: if the user has no home directory.
+    """
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flax-attn"
+
+
 def need(module: str, extra: str, what: str) -> None:
     """Raise before any work is done unless a module is there that an extra installs."""
     # Found without importing it: matplotlib and torch take seconds.
     if find_spec(module) is None:
         raise UsageError(f'{what} needs {module}: pip install "flax-attn[{extra}]"')
+
+
+def need_torch(command: str) -> None:
+    """Raise unless PyTorch is installed; it runs on one thread, since the matrices are small."""
+    try:
+        import torch
+    except ImportError:
+        raise UsageError(
+            f'{command} needs PyTorch: pip install "flax-attn[torch]", or compare with an export:'
+            " --against DIR"
+        ) from None
+    # The processes that compare share the cores, and would wait for one another's threads.
+    torch.set_num_threads(1)
+
+
+def known_checks(names: list[str] | None) -> list[str] | None:
+    """Return the requested checks; raise if one is unknown."""
+    from flax_attn.parity import CHECKS
+
+    unknown = [name for name in names or () if name not in CHECKS]
+    if unknown:
+        raise UsageError(f"no check is called {', '.join(unknown)}. Known are: {', '.join(CHECKS)}")
+    return names
 
 
 def save_figure(draw: Callable[[], Figure], path: str) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import platform
 import sys
 from pathlib import Path
 
 from flax_attn.bench import processor
+from flax_attn.cli import common
 
 _LIMIT = 2**30  # bytes; those not used for longest are deleted
 
@@ -43,8 +43,7 @@ def directory() -> Path:
     Programs compiled for another processor may not run here.
     """
     # The programs of a shared home directory may come from machines of several kinds.
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return base / "flax-attn" / "programs" / hashlib.sha256(_processor().encode()).hexdigest()[:16]
+    return common.cache() / "programs" / hashlib.sha256(_processor().encode()).hexdigest()[:16]
 
 
 def _processor() -> str:

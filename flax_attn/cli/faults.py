@@ -7,7 +7,6 @@ import sys
 from typing import Any
 
 from flax_attn.cli import common
-from flax_attn.cli.parity import need_torch
 
 DESCRIPTION = (
     "Patch known porting faults into the PyTorch modules one by one, and name the check that"
@@ -28,7 +27,7 @@ def add(commands: Any) -> None:
 
 
 def _faults(options: argparse.Namespace) -> int:
-    need_torch()
+    common.need_torch("faults")
     # Imported behind the check: the faults are patches of torch_ref.
     from flax_attn.proof.faults import detect
 

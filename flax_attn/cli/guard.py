@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
 import sys
@@ -11,7 +12,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-CANNOT_RUN = 2
+CANNOT_RUN = 3
+BAD_USAGE = 64  # EX_USAGE of sysexits.h; argparse would take 2
 BROKEN_PIPE = 128 + 13  # SIGPIPE, which not every system has
 _ENDING = threading.Event()
 _ENDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
@@ -32,6 +34,15 @@ class UsageError(Exception):
     """The command cannot run as it was called; the message says how it can."""
 
 
+class Parser(argparse.ArgumentParser):
+    """A parser that ends with `BAD_USAGE`."""
+
+    def error(self, message: str) -> NoReturn:
+        """Say what is wrong, and end."""
+        self.print_usage(sys.stderr)
+        self.exit(BAD_USAGE, f"{self.prog}: error: {message}\n")
+
+
 def guarded(run: Callable[[], int]) -> int:
     """Return the exit code of a command, with a line on stderr where it stops before its end.
 
@@ -46,6 +57,7 @@ def guarded(run: Callable[[], int]) -> int:
         return BROKEN_PIPE
     except UsageError as error:
         _say(str(error))
+        return BAD_USAGE
     except ModuleNotFoundError as error:
         if error.name not in _EXTRAS:
             raise

@@ -1,4 +1,4 @@
-"""`flax-attn parity`: the proof, of our variants or of any two modules."""
+"""`flax-attn parity`: the proof of our own table of variants."""
 
 from __future__ import annotations
 
@@ -6,26 +6,22 @@ import argparse
 import math
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flax_attn.cli import common, targets
+from flax_attn.cli import common, reports
 from flax_attn.cli.guard import CANNOT_RUN
-from flax_attn.convert.replacing import HELD, unfinished
 
 if TYPE_CHECKING:
     from flax_attn.parity.report.report import Report
     from flax_attn.proof.variants import Variant
 
 DESCRIPTION = (
-    "Without targets: give each PyTorch module of this package and its Flax twin the same random"
-    " weights, and compare\noutputs, gradients, dropout and caches; --full adds eager against"
-    " compiled, and training runs. With two targets,\npkg.mod:factory each: compare the modules"
-    " that these functions return, in every check there is. Exits with 0 if all are\nequal, 1 if"
-    " anything differs, 2 on bad usage. On a mesh, variants that it cannot split are not compared,"
-    " and are named\napart."
+    "Give each PyTorch module of this package and its Flax twin the same random weights, and"
+    " compare outputs, gradients,\ndropout and caches; --full adds eager against compiled, and"
+    " training runs. Exits with 0 if all are equal, 1 if anything\ndiffers, 64 on bad usage. On a"
+    " mesh, variants that it cannot split are not compared, and are named apart. Two modules of\n"
+    "your own are compared by flax-attn compare."
 )
 
 
@@ -33,9 +29,6 @@ def add(commands: Any) -> None:
     """Add the command."""
     parity = commands.add_parser(
         "parity", help="prove that modules equal their PyTorch twins", description=DESCRIPTION
-    )
-    parity.add_argument(
-        "target", nargs="*", metavar="TARGET", help="pkg.mod:flax_factory pkg.mod:torch_factory"
     )
     parity.add_argument(
         "--variant",
@@ -60,110 +53,35 @@ def add(commands: Any) -> None:
             " and expert: data=2,tensor=2,context=2"
         ),
     )
-    targets.add(parity)
-    written = parity.add_argument_group("files")
-    written.add_argument(
-        "--report",
-        action="append",
-        default=[],
-        metavar="FILE",
-        help=(
-            "write the report: .json, .xml (JUnit, for continuous integration) or .html (a page"
-            " with pictures; needs flax-attn[report]); may be repeated"
-        ),
-    )
-    written.add_argument(
-        "--export",
-        metavar="DIR",
-        help="write the PyTorch results, to compare with where torch is not",
-    )
-    parity.add_argument(
-        "--against", metavar="DIR", help="compare with an export instead of PyTorch"
-    )
-    parity.add_argument(
-        "--device",
-        metavar="PLATFORM",
-        help="with --against: run dtypes below float64 there: gpu, tpu (default cpu)",
-    )
+    reports.add(parity)
     parity.set_defaults(run=_parity)
 
 
 def _parity(options: argparse.Namespace) -> int:
     if not options.against:
-        need_torch()
-    if options.mesh is not None and (options.target or options.against or options.device):
+        common.need_torch("parity")
+    if options.mesh is not None and (options.against or options.device):
         raise common.UsageError(
-            "--mesh runs our own table against PyTorch; got it with targets, --against or --device"
+            "--mesh runs our own table against PyTorch; got it with --against or --device"
         )
-    for path in options.report:
-        _check_report(path)
+    reports.check(options)
     from flax_attn.convert import ConversionError
     from flax_attn.parity.adapters.adapter import PairingError
 
     try:
-        with whole_export(options):
-            reports = targets.compare(options) if options.target else _variants(options)
+        with reports.whole_export(options):
+            found = _variants(options)
     except (PairingError, ConversionError) as error:
         raise common.UsageError(str(error)) from error
-    unwritten = _write(reports, options)
-    _show(reports, in_full=bool(options.target or options.check), full=options.full)
+    unwritten = reports.write(found, options, of_a_table=True)
+    _show(found, in_full=bool(options.check), full=options.full)
     for line in unwritten:
         print(f"flax-attn: {line}", file=sys.stderr)
     # That nothing was compared is no proof.
-    judged = _judged(reports)
+    judged = _judged(found)
     if not judged or not all(report.passed for report in judged):
         return 1
     return CANNOT_RUN if unwritten else 0
-
-
-@contextmanager
-def whole_export(options: argparse.Namespace) -> Iterator[None]:
-    """Export files to a temporary folder, and move all of them to `--export` at the end."""
-    if not options.export:
-        yield
-        return
-    # Beside its place, so that it is moved there and not copied.
-    folder = Path(options.export).absolute()
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        with unfinished(folder.with_name(f".{folder.name}.{os.getpid()}")) as within:
-            within.mkdir()
-            options.export = str(within)
-            yield
-            with HELD:
-                folder.mkdir(exist_ok=True)
-                for path in within.iterdir():
-                    os.replace(path, folder / path.name)
-    finally:
-        options.export = str(folder)
-
-
-def need_torch() -> None:
-    """Raise unless PyTorch is installed; it runs on one thread, since the matrices are small."""
-    try:
-        import torch
-    except ImportError:
-        raise common.UsageError(
-            'parity needs PyTorch: pip install "flax-attn[torch]", or compare with an export:'
-            " --against DIR"
-        ) from None
-    # The processes that compare share the cores, and would wait for one another's threads.
-    torch.set_num_threads(1)
-
-
-def _check_report(path: str) -> None:
-    common.check_writable(path)
-    if Path(path).suffix not in _WRITERS:
-        raise common.UsageError(
-            f"cannot write {path}: its suffix must be one of {', '.join(_WRITERS)}"
-        )
-    if Path(path).suffix == ".html":
-        from flax_attn.parity.report import page
-
-        try:
-            page.check_installed()
-        except ImportError as error:
-            raise common.UsageError(str(error)) from None
 
 
 def _variants(options: argparse.Namespace) -> list[Report]:
@@ -175,7 +93,7 @@ def _variants(options: argparse.Namespace) -> list[Report]:
     try:
         mesh = None if options.mesh is None else parse_mesh(options.mesh)
         files = options.export, options.against
-        run = ProofRun(options.seed, targets.checks(options), options.full, *files, mesh)
+        run = ProofRun(options.seed, common.known_checks(options.check), options.full, *files, mesh)
         variants = run.select(options.variant)
         simulated(math.prod((mesh or {}).values()))
     except ValueError as error:
@@ -218,78 +136,45 @@ def _recorded(variants: list[Variant], options: argparse.Namespace) -> list[Vari
     return found
 
 
-def _write(reports: list[Report], options: argparse.Namespace) -> list[str]:
-    """Write the requested files, and return a line for each that cannot be written."""
-    unwritten = []
-    # What one format cannot do must not cost the others: an hour may have gone into the reports.
-    for path in options.report:
-        try:
-            _WRITERS[Path(path).suffix](reports, path)
-        except (OSError, ImportError) as error:
-            unwritten.append(f"cannot write {path}: {error}")
-    return unwritten
-
-
-def _json(reports: list[Report], path: str) -> None:
-    from flax_attn.parity.report.report import write_json
-
-    write_json(reports, path)
-
-
-def _junit(reports: list[Report], path: str) -> None:
-    from flax_attn.parity.report.junit import write_junit
-
-    write_junit(reports, path)
-
-
-def _page(reports: list[Report], path: str) -> None:
-    from flax_attn.parity.report.page import write_page
-
-    write_page(reports, path)
-
-
-_WRITERS = {".json": _json, ".xml": _junit, ".html": _page}
-
-
 def _judged(reports: list[Report]) -> list[Report]:
     """Return the reports of what was compared: not of variants that a mesh cannot split."""
     return [report for report in reports if report.check("mesh") is None]
 
 
-def _show(reports: list[Report], in_full: bool, full: bool) -> None:
+def _show(found: list[Report], in_full: bool, full: bool) -> None:
     from flax_attn.parity.report import console as tables
 
     console = common.console(145)
     if in_full:
-        for report in reports:
+        for report in found:
             console.print(tables.verdict(report))
         return
-    console.print(tables.variants(reports))
-    console.print(tables.legend(reports), style="dim", highlight=False)
-    for line in tables.notes(reports):
+    console.print(tables.variants(found))
+    console.print(tables.legend(found), style="dim", highlight=False)
+    for line in tables.notes(found):
         console.print(line, style="dim", highlight=False)
-    for line in tables.failures(reports):
+    for line in tables.failures(found):
         console.print(line, style="bold red", highlight=False, soft_wrap=True)
     # A variant that a mesh cannot split is neither equal nor different.
-    judged = _judged(reports)
+    judged = _judged(found)
     good = sum(report.passed for report in judged)
     console.print(
         f"\n{good} of {len(judged)} variants equal their PyTorch twin",
         style="bold",
         highlight=False,
     )
-    if len(judged) < len(reports):
+    if len(judged) < len(found):
         console.print(
-            f"{len(reports) - len(judged)} cannot be split over this mesh, and were not compared:"
+            f"{len(found) - len(judged)} cannot be split over this mesh, and were not compared:"
         )
-    for report in reports:
+    for report in found:
         if report not in judged:
             console.print(
                 f"  {report.name}: {report.checks[0].skipped}", highlight=False, soft_wrap=True
             )
     if not full:
         console.print(
-            "Training, and eager against compiled: flax-attn parity --full",
+            "Training, and eager against compiled for each row: flax-attn parity --full",
             style="dim",
             highlight=False,
         )

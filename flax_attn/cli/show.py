@@ -1,4 +1,4 @@
-"""`flax-attn show`: attention maps, and the shape of every intermediate of a layer."""
+"""`flax-attn show`: attention maps, shapes of all intermediates of a layer, the environment."""
 
 from __future__ import annotations
 
@@ -19,8 +19,13 @@ def add(commands: Any) -> None:
     show = commands.add_parser(
         "show",
         help="draw attention maps, or print the shapes inside a layer",
-        description="Run the words of a text through one attention layer with random weights.",
+        description=(
+            "Run the words of a text through one attention layer with random weights. `flax-attn"
+            " show environment` prints what results depend on: versions, devices, settings, and"
+            " wrong results that this installation of JAX is known for."
+        ),
     )
+    show.add_argument("what", nargs="?", choices=["environment"], help="versions and settings")
     show.add_argument("--text", default=EXAMPLE, help=f"words, a token each (default {EXAMPLE!r})")
     show.add_argument(
         "--out", metavar="FILE", help="write the attention maps to FILE (.png, .svg, .pdf)"
@@ -43,6 +48,9 @@ def add(commands: Any) -> None:
 
 
 def _show(options: argparse.Namespace) -> int:
+    if options.what:
+        _print_environment()
+        return 0
     if not (options.out or options.shapes):
         raise common.UsageError(
             "say what to show: --out FILE for the attention maps, --shapes for the shapes, or both"
@@ -62,6 +70,13 @@ def _show(options: argparse.Namespace) -> int:
     if options.out:
         _draw(layer, tokens, embeddings, options)
     return 0
+
+
+def _print_environment() -> None:
+    from flax_attn.parity.report.report import environment
+
+    for name, value in environment().items():
+        print(f"{name}: {value}")
 
 
 def _example(options: argparse.Namespace) -> tuple[Any, list[str], Any]:

@@ -6,8 +6,9 @@ report.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 
 import numpy as np
 
@@ -22,6 +23,7 @@ from flax_attn.parity.adapters.adapter import (
     Result,
     is_floating,
 )
+from flax_attn.parity.adapters.recording import ExportError
 from flax_attn.parity.check import NOTHING, Check, any_finite, worst_of
 from flax_attn.parity.index_probe import index_probe
 from flax_attn.parity.lower_dtype import lower_dtype
@@ -86,9 +88,8 @@ def _low(result: Result) -> str:
         return ""
     return (
         f"{', '.join(low)} for inputs and parameters in float64: construct the Flax module without"
-        " dtype=, or, if its dtype is fixed at construction, run `flax-attn parity"
-        " pkg.mod:flax_factory pkg.mod:torch_factory`, which enables x64 before either is"
-        " constructed"
+        " dtype=, or, if its dtype is fixed at construction, run `flax-attn compare"
+        " FILE.py:FLAX FILE.py:TORCH`, which enables x64 before either is constructed"
     )
 
 
@@ -131,17 +132,24 @@ def second(pair: Pair) -> Check:
     if not pair.tangents:
         raise NotRun("no parameter is shared and no input is floating")
     spec = pair.run_spec("second", cotangents=pair.cotangents, tangents=pair.tangents)
-    ours, theirs = pair.both(spec)
+    try:
+        theirs = pair.run("torch", spec)
+    except AdapterError as error:
+        raise NotRun(f"PyTorch, the reference, gives no second derivative: {error}") from None
+    ours = pair.run("flax", spec)
     reference = pair.shared(theirs.second)
     errors = tolerance.gradient_errors(ours.second, reference)
     return worst_of("second", errors, tolerance.SECOND, flax=ours.second, torch=reference)
 
 
 def eager(pair: Pair) -> Check:
-    """Compiled and eager execution in JAX."""
-    outputs = pair.run("flax", pair.uncompiled).outputs
-    reference = pair.flax64.outputs
-    errors = tolerance.relative(outputs, reference)
+    """Outputs compiled as users do, and with their gradients, against eager execution in JAX."""
+    reference = pair.run("flax", pair.uncompiled).outputs
+    # A compiler fuses the outputs in other ways where gradients need parts of them.
+    alone = pair.run("flax", pair.as_users_compile).outputs
+    errors = tolerance.relative(alone, reference)
+    with_gradients = tolerance.relative(pair.flax64.outputs, reference)
+    errors |= {f"{name} beside gradients": error for name, error in with_gradients.items()}
     return worst_of("jit = eager", errors, tolerance.FORWARD, reference=reference)
 
 
@@ -205,7 +213,9 @@ def cache(pair: Pair) -> Check:
 def training(pair: Pair) -> Check:
     """Losses and parameters over the steps of the recipe in float64."""
     _check_shared(pair)
-    _check_numbers(pair, [pair.training_spec().output])
+    if not pair.trainable:
+        raise NotRun("no parameter is trained")
+    _check_numbers(pair, pair.cotangents)
     gradients = pair.shared(pair.reference.gradients)
     with_effect = tolerance.nonzero_gradient(pair.flax64.gradients, gradients)
 
@@ -248,29 +258,38 @@ def run_checks(
     names: Sequence[str] | None = None,
     wanted: bool = True,
     watch: Callable[[str], None] = lambda name: None,
+    left_out: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[Check]:
-    """Yield the checks one by one; a check that does not apply comes with the reason.
+    """Yield the checks one by one; one that does not apply, or raises, comes with the reason.
 
     Args:
         pair: pair of modules to check.
         names: names from `CHECKS`; None is all.
         wanted: whether a check in `names` that does not apply is a failure.
         watch: function called with the name of each check before it runs.
+        left_out: reason for each check that must not run.
 
     Raises:
         ValueError: if a name is unknown.
-        PairingError: if one of the modules cannot be run at all.
+        ExportError: if the PyTorch side is an export of another comparison.
     """
     # All names are checked before the first check runs, which may take minutes.
     for name in names or ():
         check_choice("check", name, CHECKS)
-    return _run_checks(pair, names, wanted, watch)
+    return _run_checks(pair, names, wanted, watch, left_out)
 
 
 def _run_checks(
-    pair: Pair, names: Sequence[str] | None, wanted: bool, watch: Callable[[str], None]
+    pair: Pair,
+    names: Sequence[str] | None,
+    wanted: bool,
+    watch: Callable[[str], None],
+    left_out: Mapping[str, str],
 ) -> Iterator[Check]:
     for name in CHECKS if names is None else names:
+        if name in left_out:
+            yield Check(name, np.inf, 0.0, nothing=left_out[name])
+            continue
         watch(name)
         try:
             yield CHECKS[name](pair)
@@ -278,7 +297,19 @@ def _run_checks(
             yield Check(name, np.inf, 0.0, skipped=str(reason), wanted=wanted and names is not None)
         except NothingCompared as reason:
             yield Check(name, np.inf, 0.0, nothing=str(reason))
-        except AdapterError as error:
-            if isinstance(error.__cause__, PairingError):
+        # One that raises, in whatever library below it, must not cost what the others find.
+        except Exception as error:
+            # An export that does not belong to these inputs is of use to no check.
+            if isinstance(error.__cause__, ExportError):
                 raise error.__cause__ from None
-            yield Check(name, np.inf, 0.0, worst="the call itself", note=str(error))
+            yield _raised(name, error)
+
+
+def _raised(name: str, error: Exception) -> Check:
+    cause = error.__cause__
+    if isinstance(error, AdapterError) and not isinstance(cause, PairingError):
+        return Check(name, np.inf, 0.0, worst="the call itself", note=str(error))
+    # Outputs that cannot be compared, or a fault of the check: that is no difference.
+    raised = cause if isinstance(cause, PairingError) else error
+    reason = f"the check raised {type(raised).__name__}: {raised}"
+    return Check(name, np.inf, 0.0, nothing=reason)

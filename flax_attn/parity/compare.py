@@ -10,6 +10,8 @@ from flax_attn.parity.check import Check
 from flax_attn.parity.checks import run_checks
 from flax_attn.parity.cpu import on_cpu
 from flax_attn.parity.inputs import Inputs
+from flax_attn.parity.journal import Journal
+from flax_attn.parity.loosened import loosened
 from flax_attn.parity.one_pass import note_on_variance
 from flax_attn.parity.pair import Pair
 from flax_attn.parity.pair_modules import Layout, check_callable, pair_modules
@@ -19,6 +21,10 @@ from flax_attn.parity.training import Recipe
 
 if TYPE_CHECKING:
     from flax_attn.parity.trace.difference import Difference
+
+
+# Beside the checks, in a journal.
+LOCATING = "where they differ"
 
 
 class ParityError(AssertionError):
@@ -150,6 +156,7 @@ def report_on(
     locate: bool = True,
     call_first: bool = True,
     watch: Callable[[str], None] = lambda name: None,
+    journal: Journal | None = None,
 ) -> Report:
     """Return the report of the checks of these names on a pair.
 
@@ -164,16 +171,30 @@ def report_on(
             without it, each check that needs the call fails. In JAX this call is not compiled,
             which takes longer than a check.
         watch: function called with the name of each check before it runs.
+        journal: journal of the checks, which leaves out those that have ended the process.
     """
     with on_cpu():
+        left_out = {}
+        if journal is not None:
+            left_out = dict.fromkeys(journal.died, journal.reason())
+            watch = _both(watch, journal.begin)
         # An unknown name is refused before anything is run.
-        running = run_checks(pair, checks, wanted, watch)
+        running = run_checks(pair, checks, wanted, watch, left_out)
         if call_first:
             check_callable(pair)
-        found = list(running)
+        found = []
+        for check in running:
+            found.append(check)
+            if journal is not None:
+                journal.end(check)
         notes = _notes(pair)
         differs = any(check.ran and not check.passed for check in found)
-        difference = _located(pair, notes, found) if locate and differs else None
+        difference = None
+        if LOCATING in left_out:
+            notes.append(f"{LOCATING}: {left_out[LOCATING]}")
+        elif locate and differs:
+            watch(LOCATING)
+            difference = _located(pair, notes, found)
         return Report(
             name=name,
             checks=found,
@@ -184,7 +205,16 @@ def report_on(
             command=command,
             difference=difference,
             pair=pair,
+            loosened=loosened(pair, checks) if wanted else (),
         )
+
+
+def _both(first: Callable[[str], None], second: Callable[[str], None]) -> Callable[[str], None]:
+    def both(name: str) -> None:
+        first(name)
+        second(name)
+
+    return both
 
 
 def _located(pair: Pair, notes: list[str], checks: Sequence[Check]) -> Difference | None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import ml_dtypes
@@ -42,15 +43,52 @@ def lower_dtype(dtype: str, pair: Pair) -> Check:
             f"the rule is PyTorch's own error, and nothing that it returns in {dtype} is finite"
         )
     errors = _errors(dtype, ours, theirs, reference)
-    # Rounding alone may break the rule in one draw; NaN breaks it too.
-    if not max(errors.values(), default=0.0) <= 1:
-        several = draws(pair, "flax", spec)
+    notes = []
+    if _break_the_rule(errors):
+        # What JAX itself loses in a sum is no difference of the port.
+        spec = replace(spec, name=f"{dtype}, sums rounded once", rounded_sums=True)
+        ours, as_computed = pair.run("flax", spec), errors
+        errors = _errors(dtype, ours, theirs, reference)
+        notes = _note_on_sums(dtype, as_computed, errors)
+    if _break_the_rule(errors):
+        # A number that is rounded to the other side of 0 before a ReLU is none, either.
+        theirs = _more_draws(pair, dtype, theirs)
+        several = draws(pair, "flax", spec, tolerance.MORE_DRAWS)
         errors = tolerance.median([_errors(dtype, draw, theirs, reference) for draw in several])
     first = theirs[0]
-    differ = set(ours.dtypes.values()) != set(first.dtypes.values())
-    note = f"outputs are {ours.dtypes} in flax and {first.dtypes} in torch" if differ else ""
+    if set(ours.dtypes.values()) != set(first.dtypes.values()):
+        notes.append(f"outputs are {ours.dtypes} in flax and {first.dtypes} in torch")
     arrays = {"flax": ours.arrays, "torch": first.arrays, "reference": measured}
-    return worst_of(dtype, errors, 1.0, note, **arrays)
+    return worst_of(dtype, errors, 1.0, "; ".join(notes), **arrays)
+
+
+def _break_the_rule(errors: Mapping[str, float]) -> bool:
+    return any(not error <= 1 for error in errors.values())
+
+
+def _more_draws(pair: Pair, dtype: str, theirs: Sequence[Result]) -> Sequence[Result]:
+    try:
+        return draws(pair, "torch", pair.lower[dtype], tolerance.MORE_DRAWS)
+    except NotRun:
+        # An export holds as many as its own comparison made.
+        return theirs
+
+
+def _note_on_sums(
+    dtype: str, as_computed: Mapping[str, float], errors: Mapping[str, float]
+) -> list[str]:
+    """Return a note on the tensors that the sums of JAX alone take out of the rule, if any."""
+    found = []
+    for name, error in as_computed.items():
+        if errors[name] <= 1 < error:
+            found.append(f"{error:.3g} of the rule at {name!r}")
+    if not found:
+        return []
+    return [
+        f"JAX sums the gradient of a broadcast, such as a bias, and the windows of a pool in"
+        f" {dtype} step by step, which costs {', '.join(found)} and is no difference of the port:"
+        " judged with each of these sums rounded once"
+    ]
 
 
 def _measurable(pair: Pair) -> Result:

@@ -112,8 +112,6 @@ class Pair:
         """Whether the calls of both take an extra."""
         return extra in self.flax.accepts and extra in self.torch.accepts
 
-    # Results are cached by the name of the run spec, so that checks share runs.
-
     def run(self, framework: str, spec: RunSpec) -> Result:
         """Return the result of `"flax"` or `"torch"`, run once for each name of a spec."""
         return self._once(framework, spec, "run")
@@ -165,6 +163,11 @@ class Pair:
     def uncompiled(self) -> RunSpec:
         """Outputs alone in float64, in JAX without `jax.jit`."""
         return self.run_spec("outputs", eager=True)
+
+    @property
+    def as_users_compile(self) -> RunSpec:
+        """Outputs alone in float64, in JAX by a plain `jax.jit`."""
+        return self.run_spec("compiled", optimized=True)
 
     @cached_property
     def plain(self) -> Result:
@@ -225,19 +228,20 @@ class Pair:
         return {name: random.normal(size=array.shape) for name, array in leaves.items()}
 
     def training_spec(self) -> TrainingSpec:
-        """Return the training run of the pair: fit the first floating output to a random target."""
+        """Return the training run: fit each floating output to a random target."""
         random = np.random.default_rng(self.seed + TARGET)
-        output = next(iter(self.cotangents))
         keys = random.integers(0, 2**32, (self.recipe.steps, 2))
-        target = random.normal(size=self.cotangents[output].shape)
+        targets = {}
+        for name in self.cotangents:
+            finite = np.isfinite(self.plain.outputs[name])
+            # One element that is not, such as a hidden score, would make the whole loss so.
+            targets[name] = np.where(finite, random.normal(size=finite.shape), np.nan)
         return TrainingSpec(
             name="training",
             recipe=self.recipe,
             inputs=dict(self.inputs),
             extras=self.extras,
-            output=output,
-            target=target,
-            cotangents=self.cotangents,
+            targets=targets,
             keys=keys,
             train=self.takes("dropout_key"),
         )

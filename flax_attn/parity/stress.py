@@ -150,10 +150,10 @@ def _gradient_errors(ours: Result, theirs: Result, singles: Sequence[Result]) ->
     return tolerance.conditioned(found, _largest(low), tolerance.GRADIENT, most)
 
 
-def draws(pair: Pair, framework: str, spec: RunSpec) -> list[Result]:
+def draws(pair: Pair, framework: str, spec: RunSpec, count: int = tolerance.DRAWS) -> list[Result]:
     """Return results in a lower dtype: one rounded to nearest, the others stochastically."""
     specs = [spec]
-    for seed in range(1, tolerance.DRAWS):
+    for seed in range(1, count):
         specs.append(replace(spec, name=f"{spec.name}, rounding {seed}", rounding_seed=seed))
     return [pair.run(framework, draw) for draw in specs]
 

@@ -19,8 +19,9 @@ TRAINING = 1e-10
 # In lower dtypes: error over that of plain PyTorch in the same dtype, both against float64.
 LOW_FORWARD = 2.0
 LOW_GRADIENT = 3.0
-# How often an error in a lower dtype is drawn.
+# How often an error in a lower dtype is drawn, and how often before it is called a difference.
 DRAWS = 4
+MORE_DRAWS = 16
 # Roundings (eps) of the largest value between two orders of evaluation, such as eager and compiled.
 REORDERED = 64
 # A gradient this far below the largest one is rounding: the parameter does not change the outputs.

@@ -102,7 +102,7 @@ class Recipe:
         rate = optax.scale_by_learning_rate(lambda count: jnp.asarray(rates)[count])
         return optax.chain(*steps, rate)
 
-    def torch(self, parameters: Iterable[torch.nn.Parameter]) -> tuple[torch.optim.Optimizer, Any]:
+    def torch(self, parameters: Iterable[torch.Tensor]) -> tuple[torch.optim.Optimizer, Any]:
         """Return the optimizer and the schedule of torch.optim."""
         import torch
 
@@ -117,7 +117,7 @@ class Recipe:
         optimizer = kind(parameters, **options)
         return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, self._factor)
 
-    def clip(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+    def clip(self, parameters: Iterable[torch.Tensor]) -> None:
         """Scale the gradients of torch parameters as the recipe says."""
         if self.clip_norm is not None:
             import torch
@@ -178,16 +178,14 @@ def _clip(most: float) -> optax.GradientTransformation:
 
 @dataclass(frozen=True)
 class TrainingSpec:
-    """Fit one output to a target by its mean squared error.
+    """Fit each floating output to a target; the loss is the sum of their mean squared errors.
 
     Args:
         name: name of the run; an export keeps the result under it.
         recipe: recipe of the optimizer.
         inputs: inputs of every step.
         extras: arguments of every call beside the inputs.
-        output: name of the output that is fitted.
-        target: target of that output.
-        cotangents: arrays with the shapes of the outputs, by name.
+        targets: target of each output by name; an element that is NaN does not enter the loss.
         keys: `(steps, 2)`, the dropout key of every step.
         train: whether the modules are in train mode.
     """
@@ -196,8 +194,6 @@ class TrainingSpec:
     recipe: Recipe
     inputs: Arrays
     extras: Mapping[str, np.ndarray]
-    output: str
-    target: np.ndarray
-    cotangents: Arrays
+    targets: Arrays
     keys: np.ndarray
     train: bool

@@ -24,6 +24,7 @@ from flax_attn.parity.cpu import on_cpu
 from flax_attn.parity.pair import Pair, weight_map
 from flax_attn.parity.report.report import Report
 from flax_attn.proof.build import drawn
+from flax_attn.proof.many_rows import many_rows, takes_many_rows
 from flax_attn.proof.placement import placement
 from flax_attn.proof.variants import Variant
 
@@ -102,7 +103,7 @@ def prove(
     Args:
         variant: row of the table.
         seed: seed of the weights and inputs.
-        checks: names of checks; None is `QUICK_CHECKS` and every layout of the weights.
+        checks: names of checks; None is `QUICK_CHECKS`, all layouts of the weights and `many_rows`.
         full: whether None is `FULL_CHECKS` instead.
         pair: pair of the variant, if there is one already.
     """
@@ -115,6 +116,8 @@ def prove(
         )
         if checks is None and pair.has_parameters:
             report.checks.append(layouts(_flax_module(variant)))
+        if checks is None and takes_many_rows(variant):
+            report.checks.append(many_rows(pair))
         return report
 
 

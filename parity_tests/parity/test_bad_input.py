@@ -243,8 +243,8 @@ def test_a_module_that_computes_in_float32():
     assert "flax float32[4, 2], torch float64[4, 2]" in str(error)
     assert (
         "output is float32 for inputs and parameters in float64: construct the Flax module without"
-        " dtype=, or, if its dtype is fixed at construction, run `flax-attn parity"
-        " pkg.mod:flax_factory pkg.mod:torch_factory`" in str(error)
+        " dtype=, or, if its dtype is fixed at construction, run `flax-attn compare"
+        " FILE.py:FLAX FILE.py:TORCH`" in str(error)
     )
 
 

@@ -261,6 +261,34 @@ def test_sums_in_bfloat16_are_caught(monkeypatch):
     assert [check.name for check in report.failed] == ["float32"]
 
 
+def test_a_second_derivative_that_pytorch_lacks_is_not_run():
+    ours, theirs = jax.nn.hard_sigmoid, torch.nn.Hardsigmoid()
+    check = compare(ours, theirs, [(3, 5)], checks=["second"], locate=False).check("second")
+    expected = (
+        "PyTorch, the reference, gives no second derivative: torch raised RuntimeError: deriv"
+    )
+    assert check.skipped.startswith(expected)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_function_of_integers_is_compared_in_its_outputs(whole):
+    constant = torch.ones((), dtype=torch.float64, requires_grad=True)
+
+    def ours(x):
+        return x % 2 if whole else (x % 2).astype(jnp.float64)
+
+    def theirs(x):
+        # What requires a gradient need not be a parameter.
+        return x % 2 if whole else x % 2 * constant
+
+    inputs = [np.arange(6).reshape(2, 3)]
+    report = compare(ours, theirs, inputs)
+    assert report.passed, report.explain()
+    assert report.check("forward").ran
+    assert not report.check("gradients").ran
+    assert compare(lambda x: 1 - ours(x), theirs, inputs, locate=False).differs
+
+
 def test_every_check_catches_something():
     here = {*WRONG, *LOWER, "cache = full", "weights"}
     assert here | {fault.check for fault in FAULTS} == set(CHECKS)

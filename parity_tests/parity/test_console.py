@@ -31,7 +31,7 @@ def test_verdict_comes_first_and_says_what_it_rests_on(show, equal, differing, u
     )
     assert show(differing).splitlines()[0].endswith(": DIFFERENT")
     assert "2 of 3 checks fail; 1 asked for by name could not be run." in show(differing)
-    assert show(unrun).startswith("unrun: NOT PROVEN\nNo check was run.\n")
+    assert show(unrun).startswith("unrun: NOT COMPARED\nNo check was run.\n")
 
 
 def test_each_check_has_error_rule_margin_and_worst_element(show, differing):

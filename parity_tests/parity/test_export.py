@@ -190,7 +190,7 @@ SPOILT = [
     (spoilt_not_an_export, "holds arrays, but is no export of a comparison"),
     (
         spoilt_another_format,
-        "an export of format 3, made by flax-attn 9.9; this version reads format 2. Export again",
+        "an export of format 4, made by flax-attn 9.9; this version reads format 3. Export again",
     ),
     (spoilt_other_inputs, "was recorded with other inputs of 'outputs'"),
 ]
@@ -201,7 +201,7 @@ def test_an_export_that_cannot_be_used_is_refused(spoil, message, file, capsys):
     spoil(file)
     with pytest.raises(ExportError, match=message):
         against(file)
-    assert main(["parity", "--against", str(file.parent)]) == 2
+    assert main(["parity", "--against", str(file.parent)]) == 64
     assert message in capsys.readouterr().err.replace("\n", " ")
 
 
@@ -229,5 +229,5 @@ def test_parameters_of_a_recording_cannot_be_changed(folder):
     ],
 )
 def test_bad_usage_of_an_export(folder, arguments, message, capsys):
-    assert main(["parity", *(argument.format(folder=folder) for argument in arguments)]) == 2
+    assert main(["parity", *(argument.format(folder=folder) for argument in arguments)]) == 64
     assert message in capsys.readouterr().err

@@ -1,9 +1,8 @@
-"""The pytest fixture, in a run of its own."""
+"""The pytest plugin, in a run of its own."""
 
 import subprocess
 import sys
 
-CONFTEST = 'pytest_plugins = ["flax_attn.parity.fixture"]\n'
 TESTS = """
 import torch
 from flax import nnx
@@ -28,7 +27,6 @@ def test_unpaired(parity):
 
 
 def test_the_fixture_fails_the_tests_of_pairs_that_differ(tmp_path):
-    (tmp_path / "conftest.py").write_text(CONFTEST)
     (tmp_path / "test_port.py").write_text(TESTS)
     command = [
         sys.executable,
@@ -37,6 +35,8 @@ def test_the_fixture_fails_the_tests_of_pairs_that_differ(tmp_path):
         "-q",
         "-p",
         "no:cacheprovider",
+        "-p",
+        "pytest_flax_attn",  # where it is not installed, but lies on the path
         "--parity-report",
         "pages",
     ]
@@ -50,3 +50,9 @@ def test_the_fixture_fails_the_tests_of_pairs_that_differ(tmp_path):
     )
     assert "flax_attn/" not in run.stdout  # the traceback ends at the line of the test
     assert [page.name for page in (tmp_path / "pages").iterdir()] == ["test_different.html"]
+
+
+def test_the_plugin_imports_nothing_before_its_fixture_is_used():
+    code = "import sys, pytest_flax_attn; print({'jax', 'torch', 'flax_attn'} & set(sys.modules))"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout == "set()\n"

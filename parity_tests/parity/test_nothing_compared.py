@@ -1,6 +1,7 @@
 """Where no number was compared, the verdict is not that both are equal, and it says what to do."""
 
 import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ import pytest
 import torch
 from flax import nnx
 
-from flax_attn.parity import ParityError, assert_parity, compare
+from flax_attn.parity import CHECKS, PairingError, ParityError, assert_parity, compare
 from flax_attn.parity.check import Check, worst_of
 
 NAN = float("nan")
@@ -43,7 +44,7 @@ def test_outputs_without_a_finite_number_are_not_equal(ours, theirs, inputs):
     report = judge(ours, theirs, inputs)
     assert not report.passed
     assert not report.differs
-    assert repr(report).startswith(f"Report({report.name!r}: NOT PROVEN, ")
+    assert repr(report).startswith(f"Report({report.name!r}: NOT COMPARED, ")
     ran = {check.name for check in report.checks if check.ran}
     assert ran <= {"shapes", "weights"}
     lines = report.explain().splitlines()
@@ -183,8 +184,8 @@ def test_the_written_reports_say_so(tmp_path):
     report = judge(lambda x: x, lambda x: x, [(0, 3)])
     for suffix in ("json", "xml", "html"):
         report.save(tmp_path / f"x.{suffix}")
-    written = json.loads((tmp_path / "x.json").read_text())["variants"][0]
-    assert (written["passed"], written["differs"]) == (False, False)
+    written = json.loads((tmp_path / "x.json").read_text())
+    assert (written["passed"], written["state"]) == (False, "not compared")
     assert "nothing was compared: PyTorch returns no number" in (tmp_path / "x.xml").read_text()
     assert "nothing was compared: PyTorch returns no number" in (tmp_path / "x.html").read_text()
     assert 'failures="0"' not in (tmp_path / "x.xml").read_text().splitlines()[1]
@@ -196,3 +197,27 @@ def test_a_check_that_compared_nothing_never_passes():
         assert not check.ran
         assert not check.passed
         assert check.explain().startswith("rule: nothing was compared: ")
+
+
+@pytest.mark.parametrize("kind", [KeyError, MemoryError, PairingError])
+def test_a_check_that_raises_is_a_line_of_the_report_and_costs_no_other(kind, monkeypatch):
+    def broken(pair):
+        raise kind("no such tensor")
+
+    monkeypatch.setitem(CHECKS, "gradients", broken)
+    checks = ["shapes", "gradients", "forward"]
+    report = judge(jnp.sin, torch.sin, checks=checks)
+    assert [check.name for check in report.checks if check.ran] == ["shapes", "forward"]
+    assert not report.passed
+    assert not report.differs
+    reason = rf"gradients: nothing was compared: the check raised {kind.__name__}: .*no such tensor"
+    assert re.search(reason, report.explain())
+
+
+def test_outputs_that_one_check_cannot_read_do_not_stop_the_others():
+    def words_in_bfloat16(x):
+        return "a word" if x.dtype == jnp.bfloat16 else jnp.sin(x)
+
+    report = judge(words_in_bfloat16, torch.sin, checks=["forward", "bfloat16", "second"])
+    assert [check.name for check in report.checks if check.passed] == ["forward", "second"]
+    assert "the check raised PairingError" in report.check("bfloat16").nothing

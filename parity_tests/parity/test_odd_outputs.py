@@ -11,6 +11,7 @@ import torch
 from flax import nnx
 
 from flax_attn.parity import PairingError, compare
+from flax_attn.parity.report import document
 
 Both = namedtuple("Both", "first second")
 X = [(2, 3)]
@@ -82,7 +83,7 @@ def test_wrong_pairs_are_different(ours, theirs):
     assert report.differs
     assert not report.check("forward").passed
     assert str(report)
-    report.as_dict()
+    document.text(document.document(report))
 
 
 def test_other_names_are_said():

@@ -22,7 +22,7 @@ def test_print_shows_the_whole_report_without_colours(differing):
 def test_repr_is_one_line(equal, differing, unrun):
     assert repr(equal) == "Report('equal': equal, 3 checks)"
     assert repr(replace(differing, name="x")) == "Report('x': DIFFERENT, 3 checks)"
-    assert repr(unrun) == "Report('unrun': NOT PROVEN, 0 checks)"
+    assert repr(unrun) == "Report('unrun': NOT COMPARED, 0 checks)"
     assert repr(replace(equal, checks=equal.checks[:1])) == "Report('equal': equal, 1 check)"
 
 
@@ -62,8 +62,8 @@ def test_the_suffix_chooses_the_format(differing, tmp_path):
         differing.save(tmp_path / f"x.{suffix}")
     assert "<!doctype html>" in (tmp_path / "x.html").read_text()
     assert Xml.parse(tmp_path / "x.xml").getroot().get("failures") == "3"
-    data = json.loads((tmp_path / "x.json").read_text())["variants"][0]
-    assert list(data)[:5] == ["variant", "passed", "causes", "difference", "checks"]
+    data = json.loads((tmp_path / "x.json").read_text())
+    assert list(data)[:5] == ["kind", "version", "name", "state", "loosened"]
     assert data["causes"] == differing.causes
 
 

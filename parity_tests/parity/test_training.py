@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
@@ -111,3 +112,56 @@ def test_defaults_that_differ_are_named():
 def test_a_recipe_that_is_none(options, match):
     with pytest.raises(ValueError, match=match):
         Recipe(**options)
+
+
+class Branches(nnx.Module):
+    """Two outputs, one of them with elements that are not finite, and an unused layer."""
+
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.first = nnx.Linear(3, 2, rngs=rngs)
+        self.second = nnx.Linear(3, 5, rngs=rngs)
+        self.unused = nnx.Linear(3, 4, rngs=rngs)
+
+    def __call__(self, x):
+        hidden = self.second(x).at[:, 1].set(-jnp.inf)
+        return {"first": self.first(x), "second": hidden}
+
+
+class TorchBranches(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = torch.nn.Linear(3, 2)
+        self.second = torch.nn.Linear(3, 5)
+        self.unused = torch.nn.Linear(3, 4)
+
+    def forward(self, x):
+        column = torch.arange(5) == 1
+        return {"first": self.first(x), "second": self.second(x).masked_fill(column, -torch.inf)}
+
+
+def test_every_output_is_trained():
+    recipe = Recipe(steps=STEPS, learning_rate=0.02)
+    sides = Branches(), TorchBranches()
+    report = compare(*sides, [(7, 3)], checks=["training"], recipe=recipe, locate=False)
+    assert report.passed, report.explain()
+    ours, theirs = report.pair.trained
+    for name in ("first.weight", "second.weight"):
+        start = report.pair.weights[name]
+        assert np.abs(theirs[name] - start).max() > 0.1
+    # A parameter without effect has a gradient of 0 on both sides, and decays.
+    start = report.pair.weights["unused.weight"]
+    decayed = start * (1 - recipe.learning_rate * recipe.weight_decay) ** STEPS
+    for trained in (ours, theirs):
+        assert trained["unused.weight"] == pytest.approx(decayed, rel=1e-12)
+    # The elements that are not finite are left out of the loss.
+    assert np.isfinite(theirs["loss"]).all()
+
+
+def test_what_is_not_trained_is_not_compared():
+    options = {"use_running_average": True, "use_bias": False, "use_scale": False}
+    ours = nnx.BatchNorm(3, epsilon=1e-5, rngs=nnx.Rngs(0), **options)
+    theirs = torch.nn.BatchNorm1d(3, affine=False).eval()
+    report = compare(ours, theirs, [(5, 3)])
+    assert report.passed, report.explain()
+    assert report.check("training").skipped == "no parameter is trained"

@@ -50,5 +50,5 @@ def swapped_heads(x, pattern, **axes):
     ],
 )
 def test_bad_usage(arguments, message, capsys):
-    assert main(["parity", "--against", str(FOLDER), *arguments]) == 2
+    assert main(["parity", "--against", str(FOLDER), *arguments]) == 64
     assert message in capsys.readouterr().err

@@ -50,9 +50,11 @@ class RunSpec:
         cotangents: cotangents of the outputs, for gradients; None computes outputs alone.
         tangents: tangents of parameters and inputs, for directional derivatives of the gradients.
         eager: whether JAX runs without `jax.jit`.
+        optimized: whether JAX compiles as users do, and not as fast as it can.
         cached: whether the outputs are computed in steps with a cache, by the call given for that.
         rounding_seed: seed of stochastic rounding of all parameters and inputs; 0 rounds to
             nearest.
+        rounded_sums: whether each sum that JAX itself adds to a program is rounded once.
     """
 
     name: str
@@ -63,8 +65,10 @@ class RunSpec:
     cotangents: Arrays | None = None
     tangents: Arrays | None = None
     eager: bool = False
+    optimized: bool = False
     cached: bool = False
     rounding_seed: int = 0
+    rounded_sums: bool = False
 
 
 @dataclass(frozen=True)

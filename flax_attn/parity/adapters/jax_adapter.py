@@ -23,7 +23,8 @@ from flax_attn.parity.adapters.adapter import (
 )
 from flax_attn.parity.adapters.jax_parts import take_apart
 from flax_attn.parity.adapters.module_adapter import ModuleAdapter, output_of
-from flax_attn.parity.adapters.quick_jit import compiled
+from flax_attn.parity.adapters.quick_jit import compiled, optimized
+from flax_attn.parity.adapters.rounded_sums import with_rounded_sums
 from flax_attn.parity.training import TrainingSpec
 
 
@@ -110,7 +111,17 @@ class JaxAdapter(ModuleAdapter):
         with jax.default_device(self.device), jax.default_matmul_precision("highest"):
             return self._run(spec)
 
-    def _run(self, spec: RunSpec) -> Result:
+    def traced(self, spec: RunSpec) -> tuple[Any, list[jax.Array]]:
+        """Return the jaxpr of what a float64 run compiles, and the arrays that it takes."""
+        arguments = self._arguments(spec)
+        if spec.cotangents is None:
+            run = partial(self._outputs, train=spec.train)
+        else:
+            arguments = *arguments, self.arrays(spec.cotangents)
+            run = partial(self._with_gradients, train=spec.train)
+        return jax.make_jaxpr(run)(*arguments), jax.tree.leaves(arguments)
+
+    def _arguments(self, spec: RunSpec) -> tuple[Any, ...]:
         own, inputs = self._params, spec.inputs
         if spec.rounding_seed:
             factors = rounding_factors(spec.rounding_seed, float(jnp.finfo(spec.dtype).eps))
@@ -118,14 +129,17 @@ class JaxAdapter(ModuleAdapter):
             inputs = _round_stochastically(inputs, factors)
         params = self.arrays(own, spec.dtype)
         state = self._state(spec.train, spec.dtype)
-        arguments = params, self.arrays(inputs, spec.dtype), state, _extras(spec.extras)
+        return params, self.arrays(inputs, spec.dtype), state, _extras(spec.extras)
+
+    def _run(self, spec: RunSpec) -> Result:
+        arguments = self._arguments(spec)
         if spec.cotangents is None:
-            run = self._outputs if spec.eager else self._forward
-            outputs = run(*arguments, spec.train, spec.cached)
+            outputs = self._forward(spec)(*arguments, spec.train, spec.cached)
             return Result(float64(outputs), dtypes=dtypes(outputs))
         cotangents = self.arrays(spec.cotangents, spec.dtype)
         if spec.tangents is None:
-            outputs, gradients = self._gradients(*arguments, cotangents, train=spec.train)
+            run = self._rounded_gradients if spec.rounded_sums else self._gradients
+            outputs, gradients = run(*arguments, cotangents, train=spec.train)
             return Result(float64(outputs), self._all(*gradients), dtypes=dtypes(outputs))
         along = self._tangents(spec.tangents, *arguments[:2])
         second = self._second(*arguments, cotangents, along)
@@ -136,16 +150,16 @@ class JaxAdapter(ModuleAdapter):
         params = self.arrays(self._params)
         state = self._state(spec.train, "float64")
         inputs = self.arrays(spec.inputs)
-        zeros = self.arrays({name: np.zeros_like(value) for name, value in spec.cotangents.items()})
+        zeros = self.arrays({name: np.zeros_like(value) for name, value in spec.targets.items()})
         fit, update, optimizer_state = self._training_step(spec, params)
         losses = []
         for key in spec.keys:
             extras = _extras({**spec.extras, "dropout_key": key})
             run = partial(self._gradients, params, inputs, state, extras, train=spec.train)
-            # One compiled program gives the output first, then the gradients of its loss.
+            # One compiled program gives the outputs first, then the gradients of their loss.
             outputs, _ = run(zeros)
-            loss, cotangent = fit(outputs[spec.output])
-            _, (gradients, _) = run({**zeros, spec.output: cotangent})
+            loss, cotangents = fit(outputs)
+            _, (gradients, _) = run(cotangents)
             params, optimizer_state = update(params, optimizer_state, gradients)
             losses.append(loss)
         return self._shared(params) | {"loss": np.array(losses)}
@@ -153,9 +167,9 @@ class JaxAdapter(ModuleAdapter):
     def _training_step(
         self, spec: TrainingSpec, params: Mapping[str, jax.Array]
     ) -> tuple[Callable, Callable, Any]:
-        """Return the loss with its gradient, the parameter update, and the optimizer state."""
+        """Return the loss with its gradients, the parameter update, and the optimizer state."""
         optimizer = spec.recipe.optax()
-        target = jnp.asarray(spec.target)
+        targets = self.arrays(spec.targets)
         # What is not shared, or is frozen in PyTorch, is not trained here either.
         shared = set().union(*(entry.ours for entry in self._trained))
 
@@ -163,9 +177,16 @@ class JaxAdapter(ModuleAdapter):
             return {name: value for name, value in values.items() if name in shared}
 
         @compiled
-        def fit(output):
-            error = output - target
-            return jnp.square(error).mean(), 2 * error / error.size
+        def fit(outputs):
+            loss = jnp.zeros(())
+            cotangents = {}
+            for name, target in targets.items():
+                # A module may return an output in another dtype than that of the run.
+                output = output_of(outputs, name).astype(target.dtype)
+                error = jnp.where(jnp.isnan(target), 0.0, output - target)
+                loss += jnp.square(error).mean()
+                cotangents[name] = 2 * error / error.size
+            return loss, cotangents
 
         @compiled
         def update(params, state, gradients):
@@ -195,26 +216,38 @@ class JaxAdapter(ModuleAdapter):
             total += jnp.sum(output * cotangent)
         return total, outputs
 
+    def _forward(self, spec: RunSpec) -> Callable:
+        if spec.eager:
+            return self._outputs
+        return self._optimized if spec.optimized else self._compiled
+
     @cached_property
-    def _forward(self) -> Callable:
+    def _compiled(self) -> Callable:
         return compiled(self._outputs, static_argnames=("train", "cached"))
+
+    @cached_property
+    def _optimized(self) -> Callable:
+        return optimized(self._outputs, static_argnames=("train", "cached"))
 
     @property
     def _differentiate(self) -> Callable:
         """Gradients of parameters and of floating inputs, and the outputs."""
         return jax.grad(self._weighted, argnums=(0, 1), has_aux=True)
 
+    def _with_gradients(self, params, inputs, state, extras, cotangents, train: bool):
+        """Return the outputs, and the gradients of parameters and of floating inputs."""
+        rest = inputs, state, extras, cotangents, train
+        found, outputs = self._differentiate(params, _floating(inputs), *rest)
+        return outputs, found
+
     @cached_property
     def _gradients(self) -> Callable:
-        """Outputs, and gradients of parameters and of floating inputs."""
+        return compiled(self._with_gradients, static_argnames=("train",))
 
-        def gradients(params, inputs, state, extras, cotangents, train):
-            floating = _floating(inputs)
-            rest = inputs, state, extras, cotangents, train
-            found, outputs = self._differentiate(params, floating, *rest)
-            return outputs, found
-
-        return compiled(gradients, static_argnames=("train",))
+    @cached_property
+    def _rounded_gradients(self) -> Callable:
+        rounded = with_rounded_sums(self._with_gradients)
+        return compiled(rounded, static_argnames=("train",))
 
     @cached_property
     def _second(self) -> Callable:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from flax_attn.parity.training import TrainingSpec
 
 # The format of the file; another one is refused.
-FORMAT = 2
+FORMAT = 3
 _KINDS = ("outputs", "gradients", "second")
 
 

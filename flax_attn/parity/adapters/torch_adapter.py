@@ -126,23 +126,22 @@ class TorchAdapter(ModuleAdapter):
     def train(self, spec: TrainingSpec) -> Arrays:
         """Train a copy; return the final parameters, and the losses as `loss`."""
         module = self._prepared(spec)
-        optimizer, schedule = spec.recipe.torch(module.parameters())
+        trained = self._trained(module)
+        optimizer, schedule = spec.recipe.torch(trained.values())
         inputs = self.arrays(spec.inputs)
-        target = torch.from_numpy(spec.target)
+        targets = self.arrays(spec.targets)
         losses = []
         for key in spec.keys:
-            optimizer.zero_grad()
             extras = _extras({**spec.extras, "dropout_key": key})
-            outputs = self.call(module, _copied(inputs), extras)
-            loss = (output_of(outputs, spec.output) - target).square().mean()
-            # Else no parameter has an effect, and all gradients are 0.
-            if loss.requires_grad:
-                loss.backward()
-            spec.recipe.clip(module.parameters())
+            loss = _loss(self.call(module, _copied(inputs), extras), targets)
+            # 0 where there is none: the optimizer would skip None, and optax decays such weights.
+            for name, gradient in _differentiated(loss, trained).items():
+                trained[name].grad = gradient
+            spec.recipe.clip(trained.values())
             optimizer.step()
             schedule.step()
             losses.append(loss.item())
-        return float64(self._trained(module)) | {"loss": np.array(losses)}
+        return float64(trained) | {"loss": np.array(losses)}
 
     def call(self, *arguments: Any, **options: Any) -> dict[str, Any]:
         """Return the outputs by name.
@@ -199,6 +198,15 @@ def _round_stochastically(tensors: list[torch.Tensor], spec: RunSpec) -> None:
 def _copied(inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     # A module may write into what it is given, which PyTorch refuses for what is differentiated.
     return {name: tensor.clone() for name, tensor in inputs.items()}
+
+
+def _loss(outputs: Mapping[str, torch.Tensor], targets: Tensors) -> torch.Tensor:
+    """Return the sum of the mean squared errors, of elements whose target is not NaN."""
+    losses = []
+    for name, target in targets.items():
+        output = output_of(outputs, name)
+        losses.append((output - target).masked_fill(target.isnan(), 0).square().mean())
+    return torch.stack(losses).sum()
 
 
 def _slope(gradients: Mapping[str, torch.Tensor], tangents: Arrays) -> torch.Tensor:

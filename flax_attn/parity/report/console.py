@@ -16,9 +16,10 @@ from flax_attn.parity import tolerance
 from flax_attn.parity.check import Check
 from flax_attn.parity.report import wording
 from flax_attn.parity.report.findings import Findings
+from flax_attn.parity.report.state import coverage, next_steps
 
-# The most pairs that are listed.
-PAIRS = 30
+# The most pairs that are listed, and the most lines of a short report.
+PAIRS, LINES = 30, 60
 _LOW, _LOW_GRADIENT = f"{tolerance.LOW_FORWARD:.0f}x", f"{tolerance.LOW_GRADIENT:.0f}x"
 # What is measured in each column, and the rule.
 _COLUMNS = {
@@ -35,6 +36,10 @@ _COLUMNS = {
         "1",
     ),
     "jit = eager": ("float64: compiled against eager", f"{tolerance.FORWARD:.0e}"),
+    "many rows": (
+        "float64: compiled against eager for 40,000 tokens, once for each class",
+        f"{tolerance.FORWARD:.0e}",
+    ),
     "dropout": (
         "float64: train mode with one dropout key, outputs and gradients",
         f"{tolerance.GRADIENT:.0e}",
@@ -81,7 +86,7 @@ def _columns(reports: Sequence[Findings]) -> list[str]:
 
 def verdict(report: Findings) -> Group:
     """Return a full report: verdict, causes, where the sides differ, checks, pairs."""
-    return Group(*_parts(report))
+    return Group(*_parts(report, pairs=True))
 
 
 def text(report: Findings, width: int = 120) -> str:
@@ -92,6 +97,17 @@ def text(report: Findings, width: int = 120) -> str:
     Console(file=file, width=width, **plain).print(verdict(report))
     # Tables pad their last column.
     return "\n".join(line.rstrip() for line in file.getvalue().rstrip().splitlines())
+
+
+def short(report: Findings, console: Console, lines: int = LINES) -> str:
+    """Return what fits of a report into some lines, the verdict first, without the pairs."""
+    with console.capture() as capture:
+        console.print(Group(*_parts(report, pairs=False)))
+    shown = [line.rstrip() for line in capture.get().rstrip().splitlines()]
+    if len(shown) <= lines:
+        return "\n".join(shown)
+    left = len(shown) - lines + 1
+    return "\n".join([*shown[: lines - 1], f"{left} more lines: --full shows all"])
 
 
 def notes(reports: Sequence[Findings]) -> list[str]:
@@ -132,20 +148,22 @@ def _verdict(report: Findings) -> Text:
     return Text(wording.verdict(report), style="green" if report.passed else "bold red")
 
 
-def _parts(report: Findings) -> Iterator[RenderableType]:
-    yield Text.assemble(
-        (report.name, "bold"), ": ", _verdict(report), f"\n{wording.reason(report)}\n"
-    )
+def _parts(report: Findings, pairs: bool) -> Iterator[RenderableType]:
+    weaker = f" ({report.weaker})" if report.loosened else ""
+    reason = f"{weaker}\n{wording.reason(report)}\n"
+    yield Text.assemble((report.name, "bold"), ": ", _verdict(report), reason)
     yield from _titled("what they compute differently", report.where)
+    yield from _titled("look at next", next_steps(report))
     yield _checks([check for check in report.checks if check.ran])
     nothing = [_missing(check) for check in report.checks if check.nothing]
     yield from _titled("nothing compared", nothing, "bold red")
+    yield from _titled("tested", coverage(report)["lines"])
     skipped = [_missing(check) for check in report.checks if check.skipped]
     yield from _titled("not run", skipped, "dim")
-    if report.entries:
-        yield from _pairs(report.entries)
     yield from _titled("notes", report.notes)
     yield from _titled("repeat", [report.command] if report.command else [])
+    if pairs and report.entries:
+        yield from _pairs(report.entries)
 
 
 def _checks(checks: Sequence[Check]) -> Table:

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import html
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from flax_attn.parity.report.scale import COLORS, FLOOR
-from flax_attn.parity.trace.difference import Difference
+
+if TYPE_CHECKING:
+    from flax_attn.parity.trace.difference import Difference
 
 # The operations that are named on the axis, the first of those that are wrong.
 LABELS = 12

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from flax_attn.convert.rules import Entry
-from flax_attn.parity.check import Check, finite
+from flax_attn.parity.check import Check
 from flax_attn.parity.pair import Pair
-from flax_attn.parity.trace.difference import Difference
+
+if TYPE_CHECKING:
+    from flax_attn.parity.trace.difference import Difference
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,10 @@ class Findings:
         difference: what both sides compute differently, if a check failed and they could be
             found.
         pair: both sides, for pictures; not part of the written report.
+        loosened: what the caller asked for that makes a pass worth less, in words.
+        request: what was asked on the command line, as `schema.json` describes it; None from
+            Python.
+        error: reason why nothing could be compared; empty where something was.
     """
 
     name: str
@@ -40,6 +46,9 @@ class Findings:
     command: str = ""
     difference: Difference | None = None
     pair: Pair | None = None
+    loosened: tuple[str, ...] = ()
+    request: dict[str, Any] | None = None
+    error: str = ""
 
     @property
     def passed(self) -> bool:
@@ -72,6 +81,11 @@ class Findings:
         """What both sides compute differently, with lines of source, and what that proves."""
         return list(self.difference.lines()) if self.difference else []
 
+    @property
+    def weaker(self) -> str:
+        """What the caller loosened, in a line; empty where all rules are the defaults."""
+        return f"loosened by the caller: {'; '.join(self.loosened)}" if self.loosened else ""
+
     def check(self, name: str) -> Check | None:
         """Return the check of a name."""
         return next((check for check in self.checks if check.name == name), None)
@@ -80,7 +94,8 @@ class Findings:
         """Return the verdict as a failing test prints it: causes, nodes, then failed checks."""
         if self.passed:
             by = "exactly" if np.isinf(self.margin) else f"{self.margin:.3g}x below the rules"
-            return f"{self.name}: both sides are the same function, {by}"
+            verdict = f"{self.name}: both sides are the same function, {by}"
+            return verdict + (f" ({self.weaker})" if self.loosened else "")
         failed = self.failed or [check for check in self.checks if not check.ran]
         verdict = "not proven that both sides are the same function"
         if self.differs:
@@ -89,21 +104,6 @@ class Findings:
         if self.command:
             lines.append(f"repeat: {self.command}")
         return "\n  ".join(lines)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return all measurements for JSON, causes first; infinities and NaN become None."""
-        return {
-            "variant": self.name,
-            "passed": self.passed,
-            "causes": self.causes,
-            "difference": None if self.difference is None else self.difference.as_dict(),
-            "checks": [_record(check) for check in self.checks],
-            "differs": self.differs,
-            "weights": [_row(entry) for entry in self.entries],
-            "notes": self.notes,
-            "seed": self.seed,
-            "command": self.command,
-        }
 
 
 def _explained(checks: Sequence[Check]) -> Iterator[str]:
@@ -114,18 +114,3 @@ def _explained(checks: Sequence[Check]) -> Iterator[str]:
             alike.setdefault(check.missing, []).append(check.name)
     yield from (f"{', '.join(names)}: {reason}" for reason, names in alike.items())
     yield from (check.explain() for check in checks if not check.nothing)
-
-
-def _record(check: Check) -> dict[str, Any]:
-    record = {key: finite(value) for key, value in asdict(check).items()}
-    return record | {"passed": check.passed, "margin": finite(check.margin)}
-
-
-def _row(entry: Entry) -> dict[str, Any]:
-    return {
-        "flax": list(entry.ours),
-        "torch": entry.theirs,
-        "shapes": [list(shape) for shape in entry.shapes],
-        "shape": list(entry.shape),
-        "pattern": entry.rule.pattern or "unchanged",
-    }

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import html
 import importlib.metadata
-import json
 import os
 import platform
 import sys
-from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
 
 import jax
 
-from flax_attn.convert.replacing import replacing
+from flax_attn.parity import known_faults
 from flax_attn.parity.adapters import recording
-from flax_attn.parity.report import console, page, wording
+from flax_attn.parity.report import console, document, page, wording
 from flax_attn.parity.report.findings import Findings
 from flax_attn.parity.report.junit import write_junit
 
@@ -59,13 +57,13 @@ class Report(Findings):
         return f'<iframe title="Report" {frame} srcdoc="{html.escape(content)}"></iframe>'
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write the report as a page (`x.html`), all numbers (`x.json`) or JUnit (`x.xml`).
+        """Write the report as a page (`x.html`), as JSON of `document.SCHEMA`, or JUnit (`x.xml`).
 
         Raises:
             ValueError: if the path ends in anything else.
             ImportError: if a page is asked for and jinja2 or plotly is not installed.
         """
-        writers = {".html": page.write_page, ".json": write_json, ".xml": write_junit}
+        writers = {".html": page.write_page, ".json": document.write_one, ".xml": write_junit}
         suffix = Path(path).suffix
         if suffix not in writers:
             good = str(Path(path).with_suffix(".html"))
@@ -94,7 +92,10 @@ def environment() -> dict[str, str]:
         "platform": platform.platform(),
     }
     found |= {package: _version(package) for package in PACKAGES}
+    if "transformers" in sys.modules:
+        found["transformers"] = _version("transformers")
     found["jax devices"] = ", ".join(str(device) for device in jax.devices())
+    found["known wrong results"] = known_faults.summary()
     for setting in ("jax_enable_x64", "jax_default_matmul_precision"):
         found[setting] = str(getattr(jax.config, setting))
     # A report of JAX alone does not import torch.
@@ -115,18 +116,3 @@ def _version(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return "not installed"
-
-
-def write_json(reports: Sequence[Report], path: str) -> None:
-    """Write all measurements as JSON, with the seed and the environment of the reports."""
-    variants = [report.as_dict() for report in reports]
-    good = all(report.passed for report in reports)
-    content = {
-        "passed": good,
-        "seed": reports[0].seed,
-        "environment": reports[0].environment,
-        "variants": variants,
-    }
-    text = json.dumps(content, indent=1) + "\n"
-    with replacing(path) as whole:
-        whole.write_text(text, encoding="utf-8")

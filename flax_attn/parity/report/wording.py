@@ -5,6 +5,7 @@ from __future__ import annotations
 from flax_attn.convert.rules import Entry
 from flax_attn.parity.check import Check
 from flax_attn.parity.report.findings import Findings
+from flax_attn.parity.report.state import EQUAL, state
 
 
 def error(check: Check) -> str:
@@ -81,10 +82,9 @@ def worst(check: Check) -> str:
 
 
 def verdict(report: Findings) -> str:
-    """Return the verdict in a word or two."""
-    if report.passed:
-        return "equal"
-    return "DIFFERENT" if report.differs else "NOT PROVEN"
+    """Return the verdict in a few words, in capitals where it is not that both are equal."""
+    found = state(report)
+    return found if found == EQUAL else found.upper()
 
 
 def reason(report: Findings) -> str:
@@ -92,7 +92,7 @@ def reason(report: Findings) -> str:
     ran = [check for check in report.checks if check.ran]
     nothing = [check for check in report.checks if check.nothing]
     if not (ran or nothing):
-        return "No check was run."
+        return report.error or "No check was run."
     if report.passed:
         return f"All {len(ran)} checks hold; the nearest is {margin(report.margin)} below its rule."
     failed = [check for check in report.failed if check.ran]

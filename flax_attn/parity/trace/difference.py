@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from flax_attn.parity.adapters.adapter import NotRun
 from flax_attn.parity.adapters.jax_adapter import JaxAdapter
 from flax_attn.parity.check import finite
 from flax_attn.parity.pair import Pair
-from flax_attn.parity.trace import runs, sentences
+from flax_attn.parity.trace import compiler, runs, sentences
 from flax_attn.parity.trace.align import SAME, Alignment
 from flax_attn.parity.trace.explain import explain, parted
 from flax_attn.parity.trace.expression import LAYOUT, Builder
@@ -80,6 +80,7 @@ class Difference:
         backward: whether the outputs agree, and gradients differ.
         unproven: whether the hypotheses are where the programs part, with no value replaced.
         attention: attention weights `(b, n, t, s)` of JAX and of PyTorch, by submodule.
+        miscompiled: program that XLA computes wrongly, if both sides agree operation by operation.
     """
 
     hypotheses: tuple[Hypothesis, ...] = ()
@@ -88,6 +89,7 @@ class Difference:
     backward: bool = False
     unproven: bool = False
     attention: dict[str, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict, repr=False)
+    miscompiled: compiler.Miscompiled | None = None
 
     @property
     def repaired(self) -> bool:
@@ -102,10 +104,15 @@ class Difference:
     @property
     def causes(self) -> list[str]:
         """A sentence for each hypothesis."""
+        if self.miscompiled:
+            return [sentences.miscompiled(self.miscompiled)]
         return [sentences.headline(found) for found in self.hypotheses]
 
     def lines(self) -> Iterator[str]:
         """Yield the hypotheses with both sides, then what they prove."""
+        if self.miscompiled:
+            yield from sentences.lines_of_miscompiled(self.miscompiled)
+            return
         for found in self.hypotheses[:WRITTEN]:
             yield from sentences.lines(found)
         left = len(self.hypotheses) - WRITTEN
@@ -113,13 +120,22 @@ class Difference:
             yield f"and {left} more"
         yield sentences.proof(self)
 
+    def documents(self) -> list[dict[str, Any]]:
+        """Return the hypotheses for JSON."""
+        proven = None if self.unproven else self.repaired
+        found = []
+        for one in self.hypotheses:
+            words = {"sentence": sentences.headline(one), "edit": sentences.edit(one)}
+            found.append({**one.as_dict(), **words, "repairs": proven})
+        return found
+
     def as_dict(self) -> dict[str, Any]:
-        """Return everything for JSON."""
+        """Return what is known beside the hypotheses, for JSON."""
         return {
-            "hypotheses": [found.as_dict() for found in self.hypotheses],
             "repaired": self.repaired,
             "remaining": list(self.remaining),
             "backward": self.backward,
+            "miscompiled": self.miscompiled and self.miscompiled.as_dict(),
             "steps": [step.as_dict() for step in self.steps],
         }
 
@@ -157,6 +173,9 @@ def difference(pair: Pair) -> Difference:
     found = search(runs.flax_forward(pair, traced), runs.torch_forward(pair))
     if found.repairs or found.wrong:
         return _difference(found)
+    miscompiled = compiler.of_outputs(pair)
+    if miscompiled:
+        return replace(_difference(found), miscompiled=miscompiled)
     return _backward(pair, traced, found)
 
 
@@ -181,7 +200,10 @@ def _backward(pair: Pair, traced: Any, forward: Search) -> Difference:
     if stopped:
         return Difference(tuple(stopped), (), same.steps, True, False, same.attention)
     flax, torch, values = runs.backward(pair)
-    return _difference(search(flax, torch, values), backward=True)
+    found = _difference(search(flax, torch, values), backward=True)
+    if found.hypotheses or found.remaining:
+        return found
+    return replace(found, miscompiled=compiler.miscompiled(pair))
 
 
 def _steps(alignment: Alignment) -> Iterator[Step]:

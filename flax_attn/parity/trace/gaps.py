@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from flax_attn.parity.trace.expression import Expression, negated, number, scaled
+from flax_attn.parity.trace.expression import Expression, negated, number, product, scaled
 from flax_attn.parity.trace.program import Node
 
 # The operations whose operands have no order.
@@ -113,14 +113,21 @@ def _weighted(flax: Expression, torch: Expression) -> Iterator[Gap]:
     operation = flax.operation
     word = "factor" if operation == "sum" else "exponent"
     ours, theirs = list(flax.settings), list(torch.settings)
+    first = second = 1.0
     if operation == "product":
         first, second = ours.pop(0), theirs.pop(0)
-        if first != second:
-            yield Gap(operation, "factor", number(first, flax.origin), number(second, torch.origin))
     here = dict(zip(flax.operands, ours, strict=True))
     there = dict(zip(torch.operands, theirs, strict=True))
-    for base in [base for base in here if base in there]:
-        own, other = here.pop(base), there.pop(base)
+    shared = [base for base in here if base in there]
+    weights = [(base, here.pop(base), there.pop(base)) for base in shared]
+    if first != second and (here or there):
+        # What is left on each side is one difference: a factor says nothing without its bases.
+        rest = _rest(first, here, flax), _rest(second, there, torch)
+        yield Gap(operation, "operand", *rest, flax.origin, torch.origin)
+        return
+    if first != second:
+        yield Gap(operation, "factor", number(first, flax.origin), number(second, torch.origin))
+    for base, own, other in weights:
         if own != other:
             kind = "constant" if base.number is not None else word
             yield Gap(operation, kind, number(own, flax.origin), number(other, torch.origin))
@@ -151,6 +158,11 @@ def _weighted(flax: Expression, torch: Expression) -> Iterator[Gap]:
             flax.origin,
             torch.origin,
         )
+
+
+def _rest(factor: float, bases: dict[Expression, float], whole: Expression) -> Expression:
+    """Return the part of a product that the other side does not have."""
+    return product([(number(factor), 1.0), *bases.items()], whole.origin)
 
 
 def _weighed(operation: str, weight: float, base: Expression) -> Expression:

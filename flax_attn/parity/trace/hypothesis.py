@@ -38,7 +38,12 @@ class Side:
             caller = place.caller and {"file": place.caller[0], "line": place.caller[1]}
             own = {"file": place.file, "line": place.line, "source": place.source}
             places.append({**own, "caller": caller})
-        return {"value": self.value, "expression": self.expression, "places": places}
+        return {
+            "value": self.value,
+            "expression": self.expression,
+            "place": self.place,
+            "places": places,
+        }
 
 
 @dataclass(frozen=True)

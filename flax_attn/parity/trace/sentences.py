@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from flax_attn.parity.trace.hypothesis import Hypothesis, Side
 
 if TYPE_CHECKING:
+    from flax_attn.parity.trace.compiler import Miscompiled
     from flax_attn.parity.trace.difference import Difference
 
 # Submodules with the same difference that are named.
@@ -26,6 +27,41 @@ def headline(found: Hypothesis) -> str:
         more = f" and {len(found.also) - NAMED} more" if len(found.also) > NAMED else ""
         where = f"{where} (also {', '.join(found.also[:NAMED])}{more})"
     return f"{where}: {_difference(found)}"
+
+
+def edit(found: Hypothesis) -> str:
+    """Return what to change in the JAX module."""
+    where = f"in {found.flax.place}: " if found.flax.places else ""
+    ours, theirs = found.flax.value, found.torch.value
+    if not theirs:
+        return f"{where}remove {ours}"
+    if not ours:
+        return f"{where}add {theirs}"
+    return f"{where}{theirs} for {ours}"
+
+
+def miscompiled(found: Miscompiled) -> str:
+    """Return what XLA computes wrongly, in a sentence without an end."""
+    where = f" at {', '.join(map(str, found.places[:NAMED]))}" if found.places else ""
+    return (
+        f"XLA miscompiles this{where}: compiled it errs by {found.error:.3g}, and operation by"
+        " operation JAX equals PyTorch, so it is no fault of the port"
+    )
+
+
+def lines_of_miscompiled(found: Miscompiled) -> Iterator[str]:
+    """Yield the sentence, lines of source, the settings that were tried, and a reproduction."""
+    yield miscompiled(found)
+    yield from (f"  {place}  {_short(place.source)}" for place in found.places[:NAMED])
+    if found.jaxpr:
+        yield f"  right with {', '.join(found.helps) or 'no setting that was tried'}"
+        yield f"  wrong as well with {', '.join(found.useless) or 'none'}"
+    if found.script:
+        yield "  this script shows it without flax_attn:"
+    elif found.note:
+        yield f"  there is no script that shows it: {found.note}"
+    shown = found.script or found.jaxpr
+    yield from (f"    {line}".rstrip() for line in shown.splitlines())
 
 
 def proof(found: Difference) -> str:

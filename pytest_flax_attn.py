@@ -1,10 +1,11 @@
-"""A pytest fixture: put `pytest_plugins = ["flax_attn.parity.fixture"]` into conftest.py.
+"""The pytest plugin: a fixture `parity`, which fails a test where two modules differ.
 
     def test_my_port(parity):
         parity(MyFlaxBlock(rngs=nnx.Rngs(0)), MyTorchBlock().eval(), [(2, 7, 16)])
 
-It takes the arguments of `compare`, and fails the test if the modules differ. With `--parity-report
-DIR` every comparison that fails also writes its page there.
+It takes the arguments of `flax_attn.parity.compare`. With `--parity-report DIR` every comparison
+that fails also writes its page there. pytest finds the plugin by itself wherever flax-attn is
+installed, so that it is no part of `flax_attn`, and imports it with the first use of the fixture.
 """
 
 from __future__ import annotations
@@ -12,13 +13,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
-from flax_attn.parity.adapters.adapter import PairingError
-from flax_attn.parity.adapters.recording import file_name
-from flax_attn.parity.compare import ParityError, compare
-from flax_attn.parity.report.report import Report
+if TYPE_CHECKING:
+    from flax_attn.parity.report.report import Report
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -30,6 +30,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.fixture
 def parity(request: pytest.FixtureRequest) -> Callable[..., Report]:
     """Compare two modules, and fail the test where they differ."""
+    from flax_attn.parity import PairingError, ParityError, compare
 
     def check(*arguments, **options) -> Report:
         # What failed is the line of the test.
@@ -50,6 +51,7 @@ def parity(request: pytest.FixtureRequest) -> Callable[..., Report]:
 
 def _write(report: Report, folder: str | None) -> None:
     if folder is not None:
+        from flax_attn.parity.adapters.recording import file_name
         from flax_attn.parity.report.page import write_page
 
         Path(folder).mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,154 @@
+"""`hf:TYPE`: a small model of a type that the installed transformers has, as the PyTorch side."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+from flax_attn.cli.guard import UsageError
+from flax_attn.cli.specs import CannotCompareError
+
+PREFIX = "hf:"
+# Sizes of a small model: no two that could be confused are equal. A type has some of them.
+SMALL = {
+    "num_hidden_layers": 2,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 6,
+    "vocab_size": 99,
+    "max_position_embeddings": 64,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 14,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 5,
+    "moe_intermediate_size": 18,
+    "num_experts": 5,
+    "num_local_experts": 5,
+    "num_experts_per_tok": 3,
+    "image_size": 12,
+    "patch_size": 4,
+}
+
+
+def build(kind: str) -> Any:
+    """Return a small model of a type in eval mode, with random weights.
+
+    Raises:
+        UsageError: if transformers is not installed, or has no such type.
+        CannotCompareError: if it has the type, and no model of these sizes can be built.
+    """
+    try:
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+        from transformers.utils import logging
+    except ImportError:
+        raise UsageError(f"{PREFIX}{kind} needs transformers: pip install transformers") from None
+    known = list(CONFIG_MAPPING)
+    if kind not in known:
+        near = difflib.get_close_matches(kind, known, 3, cutoff=0.0)
+        raise UsageError(f"transformers has no type {kind!r}; the nearest are {', '.join(near)}")
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # tokens that end a text are not in a small vocabulary
+    try:
+        return _built(kind, CONFIG_MAPPING[kind])
+    # The configurations of some hundred types refuse what they refuse.
+    except Exception as error:
+        raise CannotCompareError(
+            f"no small model of the type {kind!r}: {type(error).__name__}: {error}. Name a function"
+            " that builds one: FILE.py:make"
+        ) from error
+    finally:
+        logging.set_verbosity(verbosity)
+
+
+def _built(kind: str, config_class: Any) -> Any:
+    import torch
+    from transformers import AutoModel, AutoModelForCausalLM
+    from transformers.models.auto import modeling_auto
+
+    config = config_class(**_small(config_class))
+    if hasattr(config, "use_cache"):
+        config.use_cache = False
+    config._experts_implementation = "eager"  # the grouped products do not know float64
+    # Most encoders can be made decoders, and are none.
+    decodes = kind in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    encodes = kind in modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    auto = AutoModelForCausalLM if decodes and not encodes else AutoModel
+    # Tables of angles are computed once, in the constructor.
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        importlib.import_module(auto._model_mapping[type(config)].__module__)
+        with _in_float64(auto._model_mapping[type(config)].__module__):
+            return auto.from_config(config, dtype=torch.float64).eval()
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _small(config_class: Any) -> dict[str, Any]:
+    """Return the arguments that make a configuration small; what it does not have stays away."""
+    # A class has attributes of its own, and names that stand for others.
+    default = config_class()
+    fields: dict[str, Any] = {}
+    for name, size in SMALL.items():
+        if isinstance(getattr(default, name, None), int):
+            fields[name] = size
+    if "qk_rope_head_dim" in fields:  # heads of latent attention share it, and no key
+        fields["head_dim"] = SMALL["qk_rope_head_dim"]
+        fields["num_key_value_heads"] = SMALL["num_attention_heads"]
+    padding = getattr(default, "pad_token_id", None)
+    if isinstance(padding, int) and padding >= fields.get("vocab_size", padding + 1):
+        fields["pad_token_id"] = 0
+    for name, inner in getattr(config_class, "sub_configs", {}).items():
+        if hasattr(inner, "model_type") and getattr(default, name, None) is not None:
+            fields[name] = _small(type(getattr(default, name)))
+    return fields
+
+
+def call(module: Any, *arguments: Any, **keywords: Any) -> Any:
+    """Return the logits of a model of transformers, or the last hidden state of one without.
+
+    Where its parameters are in float64, so is what its source names float32, such as a norm.
+    """
+    import torch
+
+    # Only in the run that is judged in float64; the lower dtypes are as they are used.
+    wide = next(module.parameters()).dtype == torch.float64
+    names = {type(part).__module__ for part in module.modules()} if wide else set()
+    with _in_float64(*names):
+        output = module(*arguments, **keywords)
+    found = getattr(output, "logits", None)
+    return output[0] if found is None else found
+
+
+@contextmanager
+def _in_float64(*names: str) -> Iterator[None]:
+    """Read float32 as float64 in modules of transformers.
+
+    Else norms, angles and softmax would round to float32, which differs between frameworks in the
+    last digit, and no port would be equal.
+    """
+    import torch
+
+    class Float64Torch:
+        float = float32 = torch.float64
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(torch, name)
+
+    own = [importlib.import_module(name) for name in names if name.startswith("transformers.")]
+    with ExitStack() as stack:
+        if own:
+            shared = importlib.import_module("transformers.modeling_rope_utils")
+            double = torch.Tensor.double
+            stack.enter_context(mock.patch.object(torch.Tensor, "float", double))
+            for module in (*own, shared):
+                if hasattr(module, "torch"):
+                    stack.enter_context(mock.patch.object(module, "torch", Float64Torch()))
+        yield

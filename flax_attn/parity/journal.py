@@ -1,0 +1,72 @@
+"""What a comparison has found so far, on disk: a check may end the process."""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from flax_attn.parity.check import Check
+from flax_attn.parity.report.document import check_document
+
+
+class Journal:
+    """The checks of one comparison as they run; those that ended the process are left out.
+
+    Args:
+        path: path of the file. Beside it stands `.died.json` once a check has ended the process.
+
+    Attributes:
+        died: names of the checks that ended the process at earlier starts.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.record = path.with_suffix(".died.json")
+        self._found: list[dict[str, Any]] = []
+        self.died = _died(self.record)
+        left = _read(path)
+        # What a signal ended is removed at once, and a process that is alive has ended nothing.
+        if left and not _alive(left["process"]):
+            self.died.append(left["running"])
+            content = {"died": self.died, "found": left["found"]}
+            self.record.write_text(json.dumps(content, indent=1), encoding="utf-8")
+
+    def begin(self, name: str) -> None:
+        """Note that a check runs."""
+        content = {"process": os.getpid(), "running": name, "found": self._found}
+        self.path.write_text(json.dumps(content), encoding="utf-8")
+
+    def end(self, check: Check) -> None:
+        """Note what a check found."""
+        self._found.append(check_document(check))
+
+    def reason(self) -> str:
+        """Return why a check that died does not run, and how it does."""
+        return (
+            "the check ended the process at an earlier start, as a segmentation fault or a lack of"
+            f" memory does. Run it alone, or remove {self.record} to run it again"
+        )
+
+
+def _read(path: Path) -> dict[str, Any]:
+    # It may be cut, where the process ended while it was written.
+    with suppress(FileNotFoundError, json.JSONDecodeError):
+        return json.loads(path.read_text(encoding="utf-8"))
+    return {}
+
+
+def _died(path: Path) -> list[str]:
+    return list(_read(path).get("died", []))
+
+
+def _alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # of another user
+        return True
+    return True

@@ -1,0 +1,45 @@
+"""What a caller asked for that makes a pass worth less."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from flax_attn.parity.adapters.recording import Recording
+from flax_attn.parity.checks import CHECKS
+from flax_attn.parity.pair import Pair
+from flax_attn.parity.training import Recipe
+
+_NAMED = 4  # names that are listed
+
+
+def loosened(pair: Pair, checks: Sequence[str] | None) -> tuple[str, ...]:
+    """Return what the caller loosened, in words; empty where all rules are the defaults.
+
+    Args:
+        pair: pair of modules that is compared.
+        checks: names of the requested checks; None is all.
+    """
+    return tuple(_loosened(pair, checks))
+
+
+def _loosened(pair: Pair, checks: Sequence[str] | None) -> Iterator[str]:
+    if checks is not None and not CHECKS.keys() <= set(checks):
+        yield f"{len(set(checks))} of {len(CHECKS)} checks asked for: {_listed(checks)}"
+    if pair.has_parameters and not pair.entries:
+        yield "layout=None: weights are neither drawn nor shown to be the same"
+    elif pair.entries and not pair.redraw and not isinstance(pair.torch, Recording):
+        yield "redraw=False: weights that are 0 or 1 may hide a difference"
+    if pair.entries:
+        paired = {entry.theirs for entry in pair.entries}
+        left = [name for name in pair.torch.shapes if name not in paired]
+        if left:
+            yield f"the layout leaves out {_listed(left)}"
+    steps = Recipe().steps
+    if pair.recipe.steps < steps:
+        yield f"training takes {pair.recipe.steps} steps instead of {steps}"
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = len(names) - _NAMED
+    listed = ", ".join(names[:_NAMED])
+    return f"{listed} and {more} more" if more > 0 else listed

@@ -1,0 +1,196 @@
+"""Right pairs are called equal, and what is wrong by one rounding is still called different."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from flax import nnx
+
+from flax_attn.parity import compare, tolerance
+from flax_attn.parity.adapters.rounded_sums import with_rounded_sums
+from flax_attn.parity.compare import ParityError, assert_parity
+from parity_tests.right_pairs import bench
+from parity_tests.right_pairs.pairs import Sides
+
+FAST = (
+    *("linear", "two_outputs", "unused_parameters", "embedding", "one_hot", "parity_of_ids"),
+    *("rms_norm", "average_pool_of_large_windows", "squeeze_excite", "rnn_cell", "log_softmax"),
+)
+LOWER = ["float32", "bfloat16", "float16"]
+
+
+@pytest.fixture(autouse=True)
+def as_in_the_bench():
+    """Promote as JAX itself does: layers of Flax rely on it."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_a_right_pair_gives_no_alarm(name):
+    assert not bench.alarm(name, "small", 0)
+
+
+@pytest.mark.parametrize("seed", [2, 5, 9])
+def test_the_bias_of_a_linear_layer_gives_no_alarm(seed):
+    sides = nnx.Linear(8, 6, rngs=nnx.Rngs(0)), torch.nn.Linear(8, 6)
+    report = compare(*sides, [(2, 32, 8)], seed=seed, checks=["bfloat16"])
+    assert report.passed, report.explain()
+    said = r"JAX sums the gradient of a broadcast.* in bfloat16 .* 1\.\d+ of the rule at 'bias'"
+    assert re.search(said, report.checks[0].note)
+
+
+def test_a_norm_over_many_pixels_gives_no_alarm():
+    """The plain sum of float32 loses more than that of PyTorch, forwards too."""
+    sides = bench.PAIRS["group_norm"](bench.SIZES["large"])
+    options = {**sides.options, "checks": ["float32"], "locate": False}
+    assert_parity(sides.flax, sides.torch, sides.inputs, **options)
+
+
+def test_the_bench_fails_where_a_pair_is_called_different(monkeypatch, capsys):
+    def wrong(size):
+        return Sides(jnp.sin, torch.cos, [size.sequence])
+
+    monkeypatch.setitem(bench.PAIRS, "wrong", wrong)
+    arguments = ["--only", "wrong", "one_hot", "--sizes", "small", "--seeds", "1"]
+    monkeypatch.setattr("sys.argv", ["right_pairs", *arguments])
+    assert bench.main() == 1
+    printed = capsys.readouterr().out
+    assert "wrong: 1 alarms in 1 runs" in printed
+    assert "one_hot: 0 alarms in 1 runs" in printed
+    assert "2 pairs, 2 runs, 1 alarms" in printed
+    monkeypatch.setattr("sys.argv", ["right_pairs", "--only", "one_hot", "--seeds", "1"])
+    assert bench.main() == 0
+
+
+def shifted(bias, x):
+    """Add a bias in a call, a scan, a branch, a loop and what is computed again."""
+    x = jax.jit(lambda x: jnp.tanh(x + bias[None]))(x)
+    x, _ = jax.lax.scan(lambda x, _: (x + bias[None], None), x, None, length=2)
+    x = jax.lax.cond(x.sum() > 0, lambda x: x + bias[None], lambda x: x - bias[None], x)
+    x = jax.lax.fori_loop(0, 2, lambda _, x: x + bias[None], x)
+    return jax.checkpoint(lambda x: jnp.sin(x) + bias[None])(x)
+
+
+def gradient(bias, x, cotangent):
+    return jax.vjp(shifted, bias, x)[1](cotangent)
+
+
+def sums_in(program, dtype):
+    return re.findall(rf":{dtype}\[[\d,]*\] = reduce_sum", str(program))
+
+
+def test_sums_of_a_backward_pass_are_rounded_once_wherever_they_are():
+    random = np.random.default_rng(0)
+    shapes = (3,), (500, 3), (500, 3)
+    arrays = [jnp.asarray(random.normal(size=shape), jnp.bfloat16) for shape in shapes]
+    plain = jax.make_jaxpr(gradient)(*arrays)
+    rounded = jax.make_jaxpr(with_rounded_sums(gradient))(*arrays)
+    assert len(sums_in(plain, "bf16")) >= 6
+    assert not sums_in(rounded, "bf16")
+    wide = [array.astype(jnp.float64) for array in arrays]
+    for ours, reference in zip(gradient(*wide), with_rounded_sums(gradient)(*wide), strict=True):
+        np.testing.assert_array_equal(ours, reference)
+
+
+@pytest.mark.parametrize("again", [lambda f: f, jax.checkpoint])
+def test_sums_that_a_program_asks_for_are_left_as_they_are(again):
+    def total(x):
+        return again(
+            lambda x: jnp.sin(jax.lax.reduce(x, np.zeros((), x.dtype), jax.lax.add, (0,)))
+        )(x)
+
+    x = jnp.ones((500, 3), jnp.bfloat16)
+    program = jax.make_jaxpr(with_rounded_sums(lambda x: jax.vjp(total, x)[1](x[0])))(x)
+    assert sums_in(program, "bf16")
+
+
+POSITIVE = np.abs(np.random.default_rng(0).normal(size=(4, 512)))
+TOKENS = (2, 9, 7)
+
+
+def low_sum(x):
+    start = jnp.zeros_like(x[:, 0])
+    return jax.lax.scan(lambda total, row: (total + row, None), start, x.T)[0]
+
+
+def low_positions(x):
+    places = jnp.cumsum(jnp.ones((x.shape[1],), x.dtype)) / 8
+    return x * jnp.sin(places)[:, None]
+
+
+def torch_positions(x):
+    places = torch.arange(1, x.shape[1] + 1, dtype=torch.float64) / 8
+    return x * places.sin().to(x.dtype)[:, None]
+
+
+WRONG = {
+    "a sum in half precision": (low_sum, lambda x: x.sum(1), POSITIVE, "bfloat16"),
+    "positions in half precision": (low_positions, torch_positions, (2, 400, 7), "bfloat16"),
+    "a cast": (
+        lambda x: jnp.tanh(x).astype(jnp.bfloat16).astype(x.dtype),
+        torch.tanh,
+        TOKENS,
+        "float16",
+    ),
+    "another function": (lambda x: x * (1 + 2**-7), lambda x: x, TOKENS, "float16"),
+}
+
+
+@pytest.mark.parametrize("fault", WRONG)
+def test_what_loses_more_than_it_must_is_different(fault):
+    ours, theirs, inputs, dtype = WRONG[fault]
+    with pytest.raises(ParityError, match=f"{dtype}: error"):
+        assert_parity(lambda x: ours(x), theirs, [inputs], checks=[dtype], locate=False)
+
+
+def test_a_rounded_bias_is_different_for_all_that_jax_loses_in_its_gradient():
+
+    class Port(nnx.Module):
+        def __init__(self):
+            self.bias = nnx.Param(jnp.zeros((6,)))
+
+        def __call__(self, x):
+            bias = jax.lax.reduce_precision(self.bias[...], 8, 3)
+            return x + jnp.broadcast_to(bias, x.shape)
+
+    class Plain(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bias = torch.nn.Parameter(torch.zeros(6))
+
+        def forward(self, x):
+            return x + self.bias
+
+    report = compare(Port(), Plain(), [(2, 32, 6)], checks=LOWER, locate=False)
+    assert [check.name for check in report.failed] == LOWER
+
+
+def test_what_happens_in_few_draws_is_no_difference(monkeypatch):
+    """Half of the first four draws are off, and less than half of all."""
+    x = np.random.default_rng(0).normal(size=(3, 5))
+    x[2, 3] = 1 + 2**-11 * 0.75
+
+    def jump(x):
+        return jnp.where((x.dtype == jnp.float16) & (x[2, 3] == 1.0), 3 * x, 2 * x)
+
+    def judged():
+        return compare(jump, lambda x: 2 * x, [x], checks=["float16"], locate=False)
+
+    assert judged().passed
+    monkeypatch.setattr(tolerance, "MORE_DRAWS", tolerance.DRAWS)
+    assert not judged().passed
+
+
+def test_an_export_is_judged_by_the_draws_that_it_holds(tmp_path):
+    from flax_attn.parity.adapters import recording
+
+    report = compare(jnp.tanh, torch.tanh, [TOKENS], checks=["float16"], record=True, name="tanh")
+    theirs = recording.Recording(recording.save(report, tmp_path))
+    ours, _, _, dtype = WRONG["a cast"]
+    found = compare(lambda x: ours(x), theirs, theirs.inputs, checks=[dtype])
+    assert found.differs
+    assert compare(jnp.tanh, theirs, theirs.inputs, checks=[dtype]).passed

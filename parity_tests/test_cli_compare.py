@@ -1,0 +1,567 @@
+"""`flax-attn compare` and `flax-attn verify`: two modules of anybody's, from a shell."""
+
+import importlib
+import json
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jsonschema
+import pytest
+import torch
+
+from flax_attn.cli import hugging_face, main
+from flax_attn.cli.guard import UsageError
+from flax_attn.cli.inputs import draw, parse
+from flax_attn.cli.specs import CannotCompareError
+from flax_attn.parity.journal import Journal
+from flax_attn.parity.report import document
+
+MODULES = '''
+import jax.numpy as jnp
+import torch
+from flax import nnx
+
+from flax_attn.convert import Rule
+
+TABLE = [Rule(("kernel",), "weight", "i o -> o i"), Rule(("bias",), "bias")]
+RULES = TABLE[:1]
+WRONG = [Rule(("kernel",), "bias")]
+
+
+class Table(nnx.Module):
+    """Holds a number that float32 cannot."""
+
+    def __init__(self):
+        self.layer = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+        self.table = nnx.Variable(jnp.array([0.1, 0.2]))
+
+    def __call__(self, x):
+        return self.layer(x) + self.table[None]
+
+
+class TorchTable(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(3, 2)
+        self.register_buffer("table", torch.tensor([0.1, 0.2], dtype=torch.float64))
+
+    def forward(self, x):
+        return self.layer(x) + self.table
+
+
+def flax_linear():
+    return nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+
+
+def torch_linear():
+    return torch.nn.Linear(3, 2)
+
+
+def torch_dropout():
+    return torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Dropout(0.5))[0:2]
+
+
+def flax_embedding():
+    return nnx.Embed(11, 3, rngs=nnx.Rngs(0))
+
+
+def torch_embedding():
+    return torch.nn.Embedding(11, 3)
+
+
+def doubled(module, x):
+    return 2 * module(x)
+
+
+def not_a_number(module, x):
+    return module(x) * float("nan")
+
+
+class Port(nnx.Module):
+    def __init__(self, *, rngs):
+        self.layer = nnx.Linear(3, 2, rngs=rngs)
+
+    def __call__(self, x, mask=None, slope=0.0):
+        x = self.layer(x)
+        x = jnp.where(x > 0, x, slope * x)
+        return x if mask is None else jnp.where(mask[:, None], x, 0)
+
+
+class Original(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(3, 2)
+
+    def forward(self, x, mask=None, slope=0.0):
+        x = torch.nn.functional.leaky_relu(self.layer(x), slope)
+        return x if mask is None else x * mask[:, None]
+
+
+instance = Original()
+
+
+def port_sum(x):
+    return x.sum(-1)
+
+
+def port_mean(x):
+    return x.sum(0) / 4
+
+
+def torch_mean(x):
+    return x.mean(0)
+
+
+def scaled(module, x, factor):
+    return factor * module(x)
+
+
+def broken():
+    raise KeyError("no such table")
+
+
+def nothing():
+    return None
+
+
+def flax_norm():
+    return nnx.GroupNorm(8, 4, epsilon=1e-5, use_fast_variance=False, rngs=nnx.Rngs(0))
+
+
+def torch_norm():
+    return torch.nn.GroupNorm(4, 8)
+
+
+def channels_last(module, x):
+    return module(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
+'''
+
+
+@pytest.fixture
+def modules(tmp_path, monkeypatch):
+    """Put a module of factories into the folder that the command is run in."""
+    name = f"modules_{re.sub(r'[^0-9]', '', tmp_path.name)}_{abs(hash(str(tmp_path)))}"
+    (tmp_path / f"{name}.py").write_text(MODULES)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return name
+
+
+def compare(modules, flax, theirs, *options):
+    """Run the command on two names of the file."""
+    return main(["compare", f"{modules}:{flax}", f"{modules}:{theirs}", *options])
+
+
+X = ("--input", "4,3")
+FORWARD = ("--check", "forward")
+
+
+def read(path):
+    """Return a written document, after it was validated."""
+    content = json.loads(Path(path).read_text())
+    jsonschema.validate(content, json.loads(document.SCHEMA.read_text()))
+    return content
+
+
+def test_a_comparison_is_printed_and_written(modules, capsys):
+    options = [*X, *FORWARD, "--check", "training", "--report", "r.xml", "--json", "r.json"]
+    assert compare(modules, "flax_linear", "torch_linear", *options) == 0
+    report = read("r.json")
+    assert report["name"] == "flax_linear"
+    assert (report["state"], report["error"]) == ("equal", None)
+    assert [check["name"] for check in report["checks"]] == ["forward", "training"]
+    names = [f"{modules}:flax_linear", f"{modules}:torch_linear"]
+    assert report["command"] == " ".join(["flax-attn", "compare", *names, *options])
+    assert list(report["request"]["files"]) == [f"{modules}.py"]
+    assert 'tests="2"' in Path("r.xml").read_text()
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first.startswith("flax_linear: equal (loosened by the caller: 2 of ")
+
+
+@pytest.mark.parametrize(
+    ("flax", "torch", "options"),
+    [
+        ("Port", "Original", X),
+        ("Port", "instance", X),
+        ("Port", "Original", ("--input", "x:float:4,3", "--input", "mask:bool:4")),
+        ("Port", "Original", ("--input", "x:float:4,3:-2..5", "--constant", "slope=0.2")),
+        ("flax_embedding", "torch_embedding", ("--input", "int:4,7:0..10")),
+        ("port_sum", "port_sum", X),
+        ("flax_linear", "torch_linear", (*X, "--layout", "{m}:TABLE")),
+        ("flax_linear", "torch_linear", (*X, "--rules", "{m}:RULES")),
+    ],
+)
+def test_what_is_equal_exits_with_0(flax, torch, options, modules):
+    options = [option.format(m=modules) for option in options]
+    assert compare(modules, flax, torch, *options, *FORWARD) == 0
+
+
+def test_files_are_specs_and_find_what_lies_beside_them(modules, tmp_path, capsys):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "port.py").write_text(f"from {modules} import Port\nfrom helper import HELP\n")
+    (folder / "helper.py").write_text("HELP = 1\n")
+    (folder / "torch.py").write_text(f"from {modules} import Original\n")
+    specs = ["folder/port.py:Port", "folder/torch.py:Original"]
+    assert main(["compare", *specs, *X, *FORWARD, "--json", "-"]) == 0
+    files = json.loads(capsys.readouterr().out)["request"]["files"]
+    beside = {"folder/helper.py", "folder/port.py", "folder/torch.py", f"{modules}.py"}
+    assert set(files) == beside
+
+
+def test_what_differs_exits_with_1_and_says_what_to_look_at(modules, capsys):
+    call = ["--torch-call", f"{modules}:doubled"]
+    options = [*X, *FORWARD, *call, "--json", "-"]
+    assert compare(modules, "flax_linear", "torch_linear", *options) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert report["state"] == "different"
+    assert "compare again" in report["next"][0]
+
+
+def test_constants_reach_both_calls(modules):
+    calls = ["--flax-call", f"{modules}:scaled", "--torch-call", f"{modules}:scaled"]
+    options = [*X, *FORWARD, *calls, "--constant", "factor=2.5"]
+    assert compare(modules, "flax_linear", "torch_linear", *options) == 0
+
+
+def test_equal_where_tested_exits_with_2(modules):
+    options = [*X, *FORWARD, "--check", "dropout"]
+    assert compare(modules, "flax_linear", "torch_linear", *options) == 2
+
+
+@pytest.mark.parametrize(
+    ("flax", "torch", "options", "reason"),
+    [
+        ("flax_linear", "torch_embedding", X, "do not pair"),
+        ("flax_linear", "torch_linear", ("--input", "4,5"), "do not go through the torch module"),
+        ("broken", "torch_linear", X, r"broken raised KeyError: 'no such table' \(.*py:\d+\)"),
+        ("nothing", "torch_linear", X, "got NoneType"),
+        ("flax_linear", "torch_linear", (*X, "--rules", "{m}:WRONG"), "kernel"),
+        (
+            "flax_linear",
+            "torch_linear",
+            (*X, "--flax-call", "{m}:not_a_number", "--torch-call", "{m}:not_a_number"),
+            None,
+        ),
+    ],
+)
+def test_what_cannot_be_compared_exits_with_3_and_writes_json(
+    flax, torch, options, reason, modules, capsys
+):
+    options = [option.format(m=modules) for option in options]
+    assert compare(modules, flax, torch, *options, *FORWARD, "--json", "r.json") == 3
+    report = read("r.json")
+    assert report["state"] == "not compared"
+    error = capsys.readouterr().err
+    if reason is not None:
+        assert error.startswith("flax-attn: could not compare: ")
+        assert re.search(reason, report["error"])
+        assert report["next"][0] == report["error"]
+
+
+def test_an_error_of_the_comparison_itself_is_no_difference(modules, monkeypatch, capsys):
+    def fails(*arguments, **options):
+        raise ZeroDivisionError("ours")
+
+    monkeypatch.setattr(importlib.import_module("flax_attn.parity.compare"), "report_on", fails)
+    assert compare(modules, "flax_linear", "torch_linear", *X, "--json", "r.json") == 3
+    assert read("r.json")["error"] == "the comparison itself raised ZeroDivisionError: ours"
+    assert "Traceback" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["{m}:flax_linear"], "give both sides, FLAX TORCH, or FLAX --against DIR; got"),
+        (["{m}:flax_linear", "{m}:torch_linear"], "give the inputs: --input 2,3,12,12"),
+        (["{m}:flax_linear", "--against", "out", *X], "an export holds its inputs"),
+        (["{m}:flax_linear", "{m}:torch_linear", *X, "--check", "forwards"], "no check is called"),
+        (["{m}:flax_linear", "{m}:torch_linear", "--input", "3,x"], "an input is SHAPE, KIND"),
+        (["{m}:flax_linear", "{m}:torch_linear", *X, "--constant", "eps"], "is NAME=VALUE"),
+        (["{m}:nothing_here", "{m}:torch_linear", *X], "has no nothing_here"),
+        (["no_such_module:f", "{m}:torch_linear", *X], "cannot import no_such_module"),
+        (["no_file.py:f", "{m}:torch_linear", *X], "there is no file no_file.py"),
+        (["flax_linear", "{m}:torch_linear", *X], "a spec is FILE.py:NAME or pkg.mod:NAME; got"),
+        (["torch.nn:Linear", "{m}:torch_linear", *X], "needs arguments that the command line"),
+        (
+            ["{m}:flax_linear", "{m}:torch_linear", *X, "--layout", "nothing"],
+            "layout must be one of 'auto', ",
+        ),
+        (
+            [
+                "{m}:flax_linear",
+                "{m}:torch_linear",
+                *X,
+                "--layout",
+                "torch",
+                "--rules",
+                "{m}:RULES",
+            ],
+            "--rules is for what auto cannot pair, beside --layout auto; got",
+        ),
+        (
+            ["{m}:flax_linear", "hf:qwen33", *X],
+            "transformers has no type 'qwen33'; the nearest are qwen3,",
+        ),
+        (["{m}:flax_linear", "{m}:torch_linear", *X, "--json", "/no/such/r.json"], "cannot write"),
+    ],
+)
+def test_bad_usage_exits_with_64(arguments, message, modules, capsys):
+    assert main(["compare", *(argument.format(m=modules) for argument in arguments)]) == 64
+    error = capsys.readouterr().err
+    assert error.startswith("flax-attn: ")
+    assert message in error
+    assert "Traceback" not in error
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("x:float", "an input is SHAPE"),
+        ("3,0", "an input is SHAPE"),
+        ("a:b:float:3", "an input is SHAPE"),
+        ("1x:float:3", "an input is SHAPE"),
+        ("x:float7:3", "of the kinds float, bool, int, "),
+        ("ids:int:2,7", "integers have a smallest and a largest value: ids:int:2,7:0..99"),
+        ("mask:bool:2:0..1", "a mask holds both values, and has no range"),
+        ("float:2:5..1", "a range is LOW..HIGH of values that float holds"),
+        ("uint8:2:0..256", "of values that uint8 holds"),
+        ("int:2:0..1.5", "of values that int holds"),
+        ("float:2:0..inf", "a range is LOW..HIGH, such as 0..99; got '0..inf'"),
+    ],
+)
+def test_an_input_that_cannot_be_read_is_bad_usage(text, message):
+    with pytest.raises(UsageError, match=re.escape(message)):
+        parse(text)
+
+
+def test_inputs_have_a_name_each_or_none():
+    with pytest.raises(UsageError, match="a name each, or none has; got 'x', ''"):
+        draw([parse("x:float:3"), parse("4")], 0)
+
+
+def test_integers_hold_both_ends_and_masks_both_values():
+    ids, mask, narrow, pixels = draw(
+        [parse("int:2,7:0..9999"), parse("bool:3,5"), parse("bool:2,1"), parse("uint8:5:0..255")], 1
+    )
+    assert {0, 9999} <= set(ids.flat)
+    assert mask[:, 0].all()
+    assert not mask.all()
+    assert narrow.all()
+    assert pixels.dtype == "uint8"
+
+
+def test_factories_are_called_with_x64_enabled_and_leave_it_as_it_was(modules):
+    with jax.enable_x64(False):
+        options = ["--layout", "torch", *X, *FORWARD]
+        assert compare(modules, "Table", "TorchTable", *options) == 0
+        assert not jax.config.jax_enable_x64
+
+
+def test_without_a_layout_the_weights_stay_as_they_are(modules, capsys):
+    options = [*X, *FORWARD, "--layout", "none"]
+    assert compare(modules, "flax_linear", "torch_linear", *options) == 1
+    assert "layout=None: both modules keep their weights" in capsys.readouterr().out
+
+
+def test_a_pair_is_exported_and_repeated_with_one(modules, capsys):
+    both = [*X, *FORWARD, "--name", "linear", "--export", "out"]
+    assert compare(modules, "flax_linear", "torch_linear", *both) == 0
+    one = ["compare", f"{modules}:flax_linear", *FORWARD, "--against", "out"]
+    assert main(one) == 0
+    assert main([*one, "--flax-call", f"{modules}:doubled"]) == 1
+
+
+def test_a_check_that_ends_the_process_is_named_by_the_next_start(modules, tmp_path):
+    # PyTorch 2.13 has a segmentation fault in the backward pass of GroupNorm over a permuted input
+    # in float64 that needs no gradient.
+    names = [f"{modules}:flax_norm", f"{modules}:torch_norm", "--input", "2,5,6,8"]
+    checks = ["--check", "forward", "--check", "training", "--check", "shapes"]
+    call = ["--torch-call", f"{modules}:channels_last", "--json", "r.json"]
+    command = [sys.executable, "-m", "flax_attn", "compare", *names, *checks, *call]
+    options = {"capture_output": True, "text": True, "check": False}
+    first = subprocess.run(command, **options)
+    assert first.returncode == -signal.SIGSEGV
+    (journal,) = tmp_path.glob("cache/flax-attn/journals/*.json")
+    found = json.loads(journal.read_text())
+    assert found["running"] == "training"
+    assert [check["name"] for check in found["found"]] == ["forward"]
+    for _ in range(2):
+        run = subprocess.run(command, **options)
+        assert run.returncode == 2
+        assert "flax-attn: training: the check ended the process" in run.stderr
+        results = {check["name"]: check["result"] for check in read("r.json")["checks"]}
+        assert results == {"forward": "holds", "training": "nothing compared", "shapes": "holds"}
+    assert not journal.exists()
+    assert journal.with_suffix(".died.json").exists()
+
+
+def test_a_journal_takes_no_running_process_and_no_cut_file_for_a_death(tmp_path):
+    path = tmp_path / "x.json"
+    first = Journal(path)
+    first.begin("forward")
+    assert Journal(path).died == []
+    path.write_text('{"process": 1, "runn')
+    assert Journal(path).died == []
+    assert not first.record.exists()
+
+
+def test_without_a_home_a_comparison_runs_and_says_so(modules, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null/home")
+    assert compare(modules, "flax_linear", "torch_linear", *X, *FORWARD) == 0
+    assert "a check that ends the process will not be known" in capsys.readouterr().err
+
+
+def claimed(modules, flax, torch, *options):
+    """Write a report, and return what verify says of it."""
+    compare(modules, flax, torch, *options, "--json", "claim.json")
+    code = main(["verify", "claim.json", "--json", "found.json"])
+    return code, read("found.json")
+
+
+ONLY_FORWARD = (*X, *FORWARD)
+
+
+def test_a_claim_that_stands_is_compared_on_a_fresh_seed_and_on_other_shapes(modules, capsys):
+    code, found = claimed(modules, "Port", "Original", *ONLY_FORWARD)
+    assert code == 0
+    assert (found["claimed"], found["state"], found["stands"]) == ("equal", "equal", True)
+    shapes = [run["shapes"]["input 0"] for run in found["runs"]]
+    assert shapes == [[4, 3], [5, 3]]
+    assert {run["seed"] for run in found["runs"]} != {0}
+    assert found["notes"] == ["PyTorch takes no other size than 3"]
+    last = capsys.readouterr().out.split("claim.json: ")[1]
+    assert last.startswith("the claim 'equal' stands (loosened by the caller: 1 of ")
+
+
+def test_what_is_equal_for_one_length_alone_does_not_stand(modules, capsys):
+    code, found = claimed(modules, "port_mean", "torch_mean", *ONLY_FORWARD)
+    assert (code, found["claimed"], found["state"]) == (1, "equal", "different")
+    assert not found["stands"]
+    assert found["runs"][0]["state"] == "equal"
+    assert "forward: error" in found["runs"][2]["failed"][-1] + found["runs"][2]["failed"][0]
+    assert "the claim 'equal' does not stand" in capsys.readouterr().out
+
+
+def test_a_difference_that_is_there_again_exits_with_1(modules):
+    options = (*ONLY_FORWARD, "--torch-call", f"{modules}:doubled")
+    code, found = claimed(modules, "flax_linear", "torch_linear", *options)
+    assert (code, found["stands"], found["state"]) == (1, True, "different")
+
+
+def edited(change):
+    """Change a written report."""
+    report = json.loads(Path("claim.json").read_text())
+    change(report)
+    Path("claim.json").write_text(json.dumps(report))
+
+
+def test_a_difference_that_is_claimed_and_not_found_does_not_stand(modules):
+    claimed(modules, "Port", "Original", *ONLY_FORWARD)
+    edited(lambda report: report.update(state="different", loosened=[]))
+    assert main(["verify", "claim.json", "--json", "found.json"]) == 1
+    found = read("found.json")
+    assert not found["stands"]
+    assert found["loosened"][0].startswith("1 of ")
+
+
+def test_other_versions_are_said(modules, capsys):
+    claimed(modules, "Port", "Original", *ONLY_FORWARD)
+    edited(lambda report: report["environment"].update(jax="0.0.1"))
+    assert main(["verify", "claim.json"]) == 0
+    assert "made with jax 0.0.1, here " in capsys.readouterr().out
+
+
+def test_a_claim_on_other_files_cannot_be_verified(modules, capsys):
+    claimed(modules, "Port", "Original", *ONLY_FORWARD)
+    with Path(f"{modules}.py").open("a") as file:
+        file.write("\n# changed\n")
+    assert main(["verify", "claim.json"]) == 3
+    shown = capsys.readouterr().out
+    assert f"changed since the report was made, or not here: {modules}.py" in shown
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "cannot read claim.json: "),
+        ("[]", "is no report of version 1"),
+        ('{"kind": "table", "version": 1}', "is no report of version 1"),
+        ('{"kind": "comparison", "version": 1, "request": null}', "was written from Python"),
+        (
+            '{"kind": "comparison", "version": 1, "request": {"torch": "recorded:out"}}',
+            "compares with an export, which has no results for other inputs",
+        ),
+        (
+            '{"kind": "comparison", "version": 1, "request": {"torch": "a:b", "new": 1}}',
+            "asks for what is not known here",
+        ),
+    ],
+)
+def test_a_report_that_cannot_be_verified_is_bad_usage(
+    text, message, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    if text is not None:
+        Path("claim.json").write_text(text)
+    assert main(["verify", "claim.json"]) == 64
+    assert message in capsys.readouterr().err
+
+
+QWEN3 = """
+from flax import nnx
+from flax_attn.models.qwen3 import Qwen3, Qwen3Config
+
+LAYOUT = Qwen3.family.layout
+
+
+def make():
+    config = Qwen3Config(
+        24, 40, 4, 2, num_kv_heads=2, head_dim=6, context_length=64, vocab_size=99
+    )
+    return Qwen3(config, rngs=nnx.Rngs(0))
+"""
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "bert", "mixtral"])
+def test_a_small_model_of_transformers_computes_in_float64(kind):
+    model = hugging_face.build(kind)
+    tokens = torch.arange(14).reshape(2, 7)
+    output = hugging_face.call(model, tokens)
+    assert output.dtype == torch.float64
+    assert output.shape == (2, 7, 24 if kind == "bert" else 99)
+    assert sum(weight.numel() for weight in model.parameters()) < 100_000
+    assert not model.training
+    # Below float64 it is what transformers has.
+    low = hugging_face.call(model.bfloat16(), tokens)
+    assert low.dtype == torch.bfloat16
+    assert torch.get_default_dtype() == torch.float32
+
+
+def test_our_qwen3_equals_that_of_transformers_from_a_shell(modules):
+    Path("ours.py").write_text(QWEN3)
+    specs = ["ours.py:make", "hf:qwen3", "--input", "int:2,7:0..98", "--layout", "ours.py:LAYOUT"]
+    assert main(["compare", *specs, *FORWARD, "--json", "r.json"]) == 0, read("r.json")["error"]
+    assert "transformers" in read("r.json")["environment"]
+
+
+def test_a_type_that_no_small_model_has_is_said(monkeypatch):
+    def refuses(kind, config_class):
+        raise KeyError("stages")
+
+    monkeypatch.setattr(hugging_face, "_built", refuses)
+    rule = (
+        r"no small model of the type 'swin': KeyError: 'stages'. Name a function .* FILE\.py:make"
+    )
+    with pytest.raises(CannotCompareError, match=rule):
+        hugging_face.build("swin")
+
+
+def test_without_transformers_a_type_is_bad_usage(modules, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "transformers.models.auto.configuration_auto", None)
+    assert main(["compare", f"{modules}:flax_linear", "hf:qwen3", *X]) == 64
+    assert "hf:qwen3 needs transformers: pip install transformers" in capsys.readouterr().err
