@@ -33,7 +33,6 @@ PADDING = "padded rows"
 # come of large terms.
 LOW = tolerance.REORDERED * float(np.finfo(np.float32).eps)
 LOW_GRADIENT = float(np.finfo(np.float32).eps) ** 0.5
-NODES = 4  # locally wrong nodes that are kept
 
 
 def judge(port: Port) -> dict[str, Any]:
@@ -219,16 +218,13 @@ def _rounded(error: float) -> float | None:
 
 
 def _kept(report: Report) -> dict[str, Any]:
-    divergence = report.divergence
+    difference = report.difference
     found: dict[str, Any] = {"checks": [_record(check) for check in report.checks]}
-    if divergence is None:
+    if difference is None:
         return found | {"notes": [note[:300] for note in report.notes if "located" in note]}
-    first, wrong = divergence.first, divergence.locally_wrong
+    nodes = [hypothesis.node or "." for hypothesis in difference.hypotheses]
     return found | {
-        "first": first and first.name,
-        "local": [
-            {"node": node.name, "error": _rounded(node.local_error)} for node in wrong[:NODES]
-        ],
-        "backward": divergence.backward and divergence.backward.name,
+        "first": nodes[0] if nodes else None,
+        "repaired": difference.repaired,
         "causes": report.causes,
     }

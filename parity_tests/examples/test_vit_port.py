@@ -31,9 +31,11 @@ def test_both_faults_have_a_name(monkeypatch):
         flax_call=lambda m, x: m(x.transpose(0, 2, 3, 1)),
     )
     assert not report.passed
-    norms, split, last = report.causes
-    assert norms.startswith(
-        "blocks.0.norm1: flax has eps=1e-06, torch 1e-05 (also blocks.0.norm2, "
-    )
-    assert "qkv split as (heads, 3, width), torch has" in split
-    assert last == "norm: flax has eps=1e-06, torch 1e-05"
+    assert report.difference.repaired
+    first, split, second, last = report.causes
+    norms = "flax adds 1e-06, torch 1e-05"
+    assert first == f"blocks.0.norm1 (also blocks.1.norm1): {norms}"
+    assert split.startswith("blocks.0.attn.qkv (also blocks.1.attn.qkv): the same numbers are laid")
+    assert second == f"blocks.0.norm2 (also blocks.1.norm2): {norms}"
+    assert last == f"norm: {norms}"
+    assert "vit_port.py:21" in str(report.difference)

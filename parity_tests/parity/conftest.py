@@ -12,15 +12,17 @@ from flax_attn.parity.adapters.torch_adapter import TorchAdapter
 from flax_attn.parity.check import Check
 from flax_attn.parity.pair import Pair, weight_map
 from flax_attn.parity.report.report import Report
-from flax_attn.parity.trace.divergence import Divergence, Node
+from flax_attn.parity.trace.difference import Difference, Step
+from flax_attn.parity.trace.hypothesis import Hypothesis, Side
+from flax_attn.parity.trace.program import Place
 from flax_attn.proof.prove import pair_of
 from flax_attn.proof.variants import select
 
 EVIL = """<b>a</b> & "b" 'c' </script>"""
 
 
-def node(name, order, error, local, backward=1e-16):
-    return Node(name, "module", order, error, local, backward, 1e-12, (2, 3), "float64", "float64")
+def step(name, line, error):
+    return Step(name, Place("port.py", line), error, (2, 3), "float64")
 
 
 @pytest.fixture
@@ -46,19 +48,17 @@ def differing(equal):
         equal.checks[3],
         Check("cache = full", math.inf, 0.0, skipped=f"no call: {EVIL}", wanted=True),
     ]
-    nodes = (
-        node("norm", 0, 1e-16, 0.0),
-        node(f"att.{EVIL}", 1, 2e-5, 2e-5),
-        node(".", 2, 3e-4, math.nan, 4e-3),
-    )
-    divergence = Divergence(nodes, ("torch:extra",), (f"att: flax has no scale, torch has {EVIL}",))
+    steps = (step("norm", 1, 1e-16), step(f"att.{EVIL}", 2, 2e-5), step("out", 3, math.nan))
+    flax = Side("", "x @ y", (Place("port.py", 2),))
+    torch = Side("0.5", f"0.5 * x @ y of {EVIL}", (Place("source.py", 5), Place("source.py", 7)))
+    found = Hypothesis("att", "product", "base", flax, torch, also=(EVIL,), note="a remark")
     return Report(
         EVIL,
         checks,
         notes=["a note"],
         seed=7,
         command="flax-attn parity x:y",
-        divergence=divergence,
+        difference=Difference((found,), (), steps),
     )
 
 

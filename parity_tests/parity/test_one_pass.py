@@ -41,9 +41,6 @@ def test_two_passes_are_not():
     assert not any("one pass" in note for note in notes(use_fast_variance=False))
 
 
-TORCH_IN_TWO = "flax has the variance in one pass, mean(x^2) - mean(x)^2, torch in two"
-
-
 def offset(flax, theirs, inputs):
     return compare(flax, theirs.eval(), inputs, checks=["forward", "mean offset"])
 
@@ -53,7 +50,6 @@ def test_a_norm_within_a_model_is_judged_by_itself():
     report = offset(Residual(), TorchResidual(), [(3, 4, 6)])
     check = report.check("mean offset")
     assert [name for name, error in check.errors.items() if error > 1] == ["norm by itself"]
-    assert report.causes == [f"norm: {TORCH_IN_TWO}"]
     assert offset(Residual(use_fast_variance=False), TorchResidual(), [(3, 4, 6)]).passed
 
 
@@ -89,7 +85,7 @@ def test_norms_are_judged_where_no_input_is_floating():
 
 
 @pytest.mark.usefixtures("as_a_user_has_jax")
-def test_a_norm_alone_is_named_once():
+def test_a_norm_alone_is_judged_once():
     report = offset(
         nnx.LayerNorm(6, epsilon=1e-5, rngs=nnx.Rngs(0)), torch.nn.LayerNorm(6), [(3, 6)]
     )
@@ -99,4 +95,3 @@ def test_a_norm_alone_is_named_once():
         "gradient of bias",
         "gradient of input 0",
     ]
-    assert report.causes == [f"the whole module: {TORCH_IN_TWO}"]

@@ -20,6 +20,7 @@ from flax_attn.parity.adapters.torch_adapter import TorchAdapter
 from flax_attn.parity.compare import report_on
 from flax_attn.parity.report import page as pages
 from flax_attn.parity.report.page import page, sections, write_page
+from flax_attn.parity.trace.difference import difference
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 ARGUMENTS = {"d_in": 6, "d_out": 8, "context_length": 5, "dropout": 0.0, "num_heads": 2}
@@ -81,12 +82,12 @@ def test_one_report_has_everything(differing):
     text = read(differing).text
     assert "2 of 3 checks fail; 1 asked for by name could not be run." in text
     assert "Repeat it: flax-attn parity x:y" in text
-    assert "first difference: att." in text
+    assert "att (also <b>a</b>" in text
     assert "forward FAILS 3.0e-04 1e-12 3e-09x output[1, 2]: flax 0.5, torch 0.25" in text
     assert "dropout not run nothing is dropped" in text
     assert "cache = full FAILS no call: <b>a</b>" in text
     assert "a note" in text
-    assert "1 nodes could not be compared" in text
+    assert "All 3 operations that both sides have" in text
 
 
 def test_names_are_escaped(differing, equal):
@@ -95,7 +96,7 @@ def test_names_are_escaped(differing, equal):
     evil = """<b>a</b> & "b" 'c' </script>"""
     assert (
         reader.text.count(evil) >= 6
-    )  # the title, the table, the heading, a node, a cause, the environment
+    )  # the title, the table, the heading, a cause, an operation, the environment
 
 
 def test_many_reports_begin_with_a_table_that_links_to_each(differing, equal):
@@ -145,7 +146,7 @@ def test_the_weight_map_has_both_names_both_shapes_and_the_pattern(measured):
 
 def test_attention_maps_are_those_of_both_sides(measured):
     section = sections([measured])[0]
-    assert [head.title for head in section.heads] == ["./weights, head 0", "./weights, head 1"]
+    assert [head.title for head in section.heads] == ["attention, head 0", "attention, head 1"]
     assert not section.missing
 
 
@@ -164,10 +165,10 @@ def test_what_has_no_room_is_left_out_and_said(measured, monkeypatch):
 
 
 def test_a_module_that_cannot_be_observed_costs_only_its_maps(measured, monkeypatch):
-    def refuse(pair):
+    def refuse(report):
         raise RuntimeError("not traced <b>")
 
-    monkeypatch.setattr(pages.activations, "record", refuse)
+    monkeypatch.setattr(pages, "_layers", refuse)
     assert "There are none: not traced <b>" in read(measured).text
 
 
@@ -178,13 +179,11 @@ def test_nothing_is_trained_for_a_page(measured):
 
 def test_the_page_stays_below_6_megabytes(measured, monkeypatch):
     weights = np.random.default_rng(0).random((1, 9, 40, 41))
-    layers = {f"blocks.{i}.att/weights": (weights, weights + 1e-9 * i) for i in range(48)}
-    monkeypatch.setattr(
-        pages.activations, "record", lambda pair: type("Taps", (), {"attention": layers})
-    )
+    layers = {f"blocks.{i}.att": (weights, weights + 1e-9 * i) for i in range(48)}
+    monkeypatch.setattr(pages, "_layers", lambda report: layers)
     text = page([measured])
     assert "head 7" in text
-    assert "blocks.47.att/weights" in text  # the one that differs most
+    assert "blocks.47.att" in text  # the one that differs most
     assert 4e6 < len(text.encode()) < 6e6
 
 
@@ -233,12 +232,13 @@ def browse(tmp_path):
 
 
 def test_a_browser_draws_every_picture_without_an_error_or_a_request(browse, scaled, differing):
-    dom, complaints = browse(page([replace(scaled, divergence=differing.divergence)]))
+    found = replace(differing.difference, attention=difference(scaled.pair).attention)
+    dom, complaints = browse(page([replace(scaled, difference=found)]))
     assert complaints == []
     assert dom.count('<div class="plot js-plotly-plot"') == 4
     assert (
         len(re.findall("<image[^>]*data:image/png", dom)) == 1 + 2 * 3
-    )  # the nodes, and three maps for each head
+    )  # the operations, and three maps for each head
     assert (
         dom.count('<path class="js-line"') == 6
     )  # both losses and the rule, each once more in the legend

@@ -1,0 +1,127 @@
+"""Values of both runs are paired by their numbers, whatever their layout is."""
+
+import numpy as np
+import pytest
+
+from flax_attn.parity.trace.align import SAME, Alignment, Numbers, cone, same_array
+from flax_attn.parity.trace.layouts import laid_out
+from flax_attn.parity.trace.program import Node, Program
+
+X = np.random.default_rng(0).normal(size=(3, 4))
+HIDDEN = np.where(X > 0.5, -np.inf, X)
+
+
+def changed(x, size):
+    """Return an array whose last element differs by so much of the mean absolute value."""
+    other = x.copy()
+    other[-1, -1] += size * np.abs(x).mean()
+    return other
+
+
+@pytest.mark.parametrize(
+    ("other", "equal"),
+    [
+        (X.T, True),
+        (X.reshape(2, 6)[::-1], True),
+        (np.repeat(X, 3, 0), True),
+        (np.repeat(X, 2, 0)[:-1], False),
+        (-X, False),
+        (X * 1.001, False),
+        (changed(X, SAME / 10), True),
+        (changed(X, SAME * 10), False),
+        (HIDDEN, False),
+    ],
+)
+def test_numbers_are_equal_in_any_order_and_repeated(other, equal):
+    assert Numbers(X).equals(Numbers(np.asarray(other))) == equal
+    assert Numbers(np.asarray(other)).equals(Numbers(X)) == equal
+
+
+def test_what_hides_is_no_number():
+    assert Numbers(HIDDEN).equals(Numbers(np.where(X > 0.5, -1e30, X).T))
+    assert same_array(HIDDEN, np.where(X > 0.5, -1e30, X))
+
+
+@pytest.mark.parametrize(
+    ("array", "telling"),
+    [
+        (X, True),
+        (np.zeros((3, 4)), False),
+        (np.tril(np.ones((5, 5))), False),
+        (np.array([1.5, 2.5]), True),
+        (np.array([0.1]), False),
+    ],
+)
+def test_few_numbers_tell_nothing(array, telling):
+    assert Numbers(array).telling == telling
+
+
+@pytest.mark.parametrize(
+    ("other", "same"),
+    [
+        (X[:, None], True),
+        (changed(X, SAME / 10), True),
+        (changed(X, SAME * 10), False),
+        (X.T, False),
+        (np.where(X > 0, X, np.nan), False),
+    ],
+)
+def test_the_same_array_has_the_same_numbers_at_the_same_places(other, same):
+    assert same_array(X, other) == same
+
+
+def test_layouts_begin_with_the_own_one_and_join_or_split_neighbours():
+    x = np.arange(24.0).reshape(2, 3, 4)
+    assert np.array_equal(next(laid_out(x, (2, 3, 4))), x)
+    joined = [y.tolist() for y in laid_out(x, (6, 4))]
+    assert joined[0] == x.reshape(6, 4).tolist()
+    assert x.transpose(1, 0, 2).reshape(6, 4).tolist() in joined
+    assert x.tolist() in [y.tolist() for y in laid_out(x.reshape(6, 4), (2, 3, 4))]
+    assert list(laid_out(x, (5, 5))) == []
+
+
+def source(value):
+    return Node("source", (), value, name="x")
+
+
+def doubled(node):
+    return Node("mul", (node,), node.value * 2, compute=lambda given: given[0] * 2)
+
+
+@pytest.fixture
+def alignment():
+    """Runs that agree in a source, and differ in what each computes of it."""
+    ours, theirs = source(X), source(X.T)
+    wrong, right = Node("sin", (ours,), np.sin(X)), Node("cos", (theirs,), np.cos(X.T))
+    last, other = doubled(wrong), doubled(right)
+    flax = Program([ours, wrong, last], {"output": last})
+    return Alignment(flax, Program([theirs, right, other], {"output": other}), {})
+
+
+def test_nodes_pair_by_their_numbers(alignment):
+    ours, *_ = alignment.flax.nodes
+    theirs, *_ = alignment.torch.nodes
+    assert alignment.torch_of == {ours: [theirs]}
+    assert alignment.flax_of == {theirs: [ours]}
+
+
+def test_the_cone_ends_at_what_agrees(alignment):
+    _, wrong, last = alignment.flax.nodes
+    assert cone([last], alignment.torch_of) == [wrong, last]
+
+
+def test_a_replaced_value_makes_later_ones_agree(alignment):
+    _, wrong, last = alignment.flax.nodes
+    _, right, other = alignment.torch.nodes
+    after = alignment.with_changed(alignment.flax.rerun({wrong: np.cos(X)}, {}))
+    assert after.torch_of[wrong] == [right]
+    assert after.torch_of[last] == [other]
+    assert wrong not in alignment.torch_of
+
+
+def test_values_that_tell_little_pair_only_if_they_are_the_same_array():
+    mask, other = np.tril(np.ones((4, 4), bool)), np.triu(np.ones((4, 4), bool))
+    ours = [Node("constant", (), mask), Node("constant", (), other)]
+    theirs = [Node("constant", (), mask[None]), Node("constant", (), other)]
+    pair = Alignment(Program(ours, {}), Program(theirs, {}), {})
+    assert pair.torch_of == {ours[0]: [theirs[0]], ours[1]: [theirs[1]]}

@@ -1,0 +1,558 @@
+"""Faults planted in ports of a few lines: each is named, with its line on both sides, and proven.
+
+A row is a class with the port, `flax`, and what it ports, `torch`. The lines that differ end in the
+word `planted`; a headline is given as a pattern.
+"""
+
+# The functions of a row are no methods.
+# ruff: noqa: N805
+
+import inspect
+import json
+import re
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from flax import nnx
+from torch.nn import functional as F
+
+from flax_attn.parity.cpu import on_cpu
+from flax_attn.parity.trace.difference import difference
+
+pytestmark = pytest.mark.usefixtures("as_a_user_has_jax")
+X, SQUARE = (3, 5, 8), (8, 8)
+
+
+@dataclass
+class Row:
+    """A port with a fault.
+
+    Args:
+        pair: class that holds `flax` and `torch`.
+        said: pattern of the headline of each hypothesis.
+        shapes: shapes of the inputs.
+    """
+
+    pair: type
+    said: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+
+
+ROWS = []
+
+
+def planted(*said, shapes=(X,)):
+    """Return a decorator that adds a row."""
+
+    def add(pair):
+        ROWS.append(Row(pair, said, shapes))
+        return pair
+
+    return add
+
+
+@planted(r"adds 1e-05, torch 1e-06")
+class Epsilon:
+    def flax(x):
+        variance = x.var(-1, keepdims=True)
+        return (x - x.mean(-1, keepdims=True)) / jnp.sqrt(variance + 1e-5)  # planted
+
+    def torch(x):
+        variance = x.var(-1, keepdim=True, correction=0)
+        return (x - x.mean(-1, keepdim=True)) / torch.sqrt(variance + 1e-6)  # planted
+
+
+@planted(r"adds 1e-05, torch 1e-06", shapes=(X, (8,), (8,)))
+class EpsilonOfALayerNorm:
+    def flax(x, scale, shift):
+        variance = x.var(-1, keepdims=True)
+        inverse = jax.lax.rsqrt(variance + 1e-5)  # planted
+        return (x - x.mean(-1, keepdims=True)) * inverse * scale + shift
+
+    def torch(x, scale, shift):
+        return F.layer_norm(x, (8,), scale, shift, 1e-6)  # planted
+
+
+@planted(r"multiplies by 0.5, torch by 0.25", shapes=((3, 5, 8), (3, 7, 8)))
+class Scale:
+    def flax(q, k):
+        scores = jnp.einsum("btd,bsd->bts", q, k) * 0.5  # planted
+        return jax.nn.softmax(scores)
+
+    def torch(q, k):
+        scores = q @ k.transpose(1, 2) * 0.25  # planted
+        return scores.softmax(-1)
+
+
+@planted(r"torch adds (x|input 0), flax does not", shapes=(X, SQUARE))
+class MissingTerm:
+    def flax(x, w):
+        return jnp.sin(x @ w)  # planted
+
+    def torch(x, w):
+        return x + torch.sin(x @ w)  # planted
+
+
+@planted(r"flax adds .*cos.*, torch does not", shapes=(X, SQUARE))
+class ExtraTerm:
+    def flax(x, w):
+        return x @ w + jnp.cos(x)  # planted
+
+    def torch(x, w):
+        return x @ w  # planted
+
+
+@planted(r"over 5, torch (over )?8", shapes=(X, X))
+class AxisOfSoftmax:
+    def flax(x, y):
+        weights = jax.nn.softmax(x * y, 1)  # planted
+        return weights * y
+
+    def torch(x, y):
+        weights = (x * y).softmax(-1)  # planted
+        return weights * y
+
+
+@planted(r"axis 1 of .*, torch over axis 2", shapes=((3, 5, 5), (3, 5, 5)))
+class AxisOfASquareSoftmax:
+    def flax(x, y):
+        weights = jax.nn.softmax(x * y, 1)  # planted
+        return weights @ y
+
+    def torch(x, y):
+        weights = (x * y).softmax(-1)  # planted
+        return weights @ y
+
+
+@planted(r"-|sign", shapes=(X, X))
+class SwappedOperands:
+    def flax(x, y):
+        return jnp.exp(x - y)  # planted
+
+    def torch(x, y):
+        return torch.exp(y - x)  # planted
+
+
+@planted(r"concat\(|rolled by -8", shapes=(X, X, (16, 4)))
+class ConcatOrder:
+    def flax(x, y, w):
+        both = jnp.concatenate([x, y], -1)  # planted
+        return both @ w
+
+    def torch(x, y, w):
+        both = torch.cat([y, x], -1)  # planted
+        return both @ w
+
+
+@planted(r"0:4 of 8.*4:8 of 8", shapes=(X, X))
+class Slices:
+    def flax(x, y):
+        return jnp.tanh(x[..., :4]) * y[..., :4]  # planted
+
+    def torch(x, y):
+        return torch.tanh(x[..., 4:]) * y[..., :4]  # planted
+
+
+@planted(r"split as \(4, 2\), in torch as \(2, 4\)|laid out differently", shapes=(X, SQUARE))
+class HeadsSplit:
+    def flax(x, w):
+        heads = (x @ w).reshape(3, 5, 2, 4)
+        return jnp.tanh(heads).sum(-1) / heads.var(-1)
+
+    def torch(x, w):
+        heads = (x @ w).reshape(3, 5, 4, 2).transpose(2, 3)  # planted
+        return torch.tanh(heads).sum(-1) / heads.var(-1, correction=0)
+
+
+@planted(r"laid out differently|transpose", shapes=(X, SQUARE))
+class TransposedSquareWeight:
+    def flax(x, w):
+        return x @ w  # planted
+
+    def torch(x, w):
+        return F.linear(x, w)  # planted
+
+
+@planted(r"iota.*torch has tril", shapes=((2, 5, 4), (2, 5, 4)))
+class MaskOffByOne:
+    def flax(q, k):
+        scores = q @ k.transpose(0, 2, 1)
+        visible = jnp.tril(jnp.ones((5, 5), bool), 1)  # planted
+        return jax.nn.softmax(jnp.where(visible, scores, -jnp.inf))
+
+    def torch(q, k):
+        scores = q @ k.transpose(1, 2)
+        visible = torch.ones(5, 5, dtype=torch.bool).tril()  # planted
+        return torch.where(visible, scores, -torch.inf).softmax(-1)
+
+
+@planted(r"flax has visible, torch has not\(visible\)", shapes=((2, 5, 4), (2, 5, 4)))
+class MaskPolarity:
+    def flax(q, k):
+        scores = q @ k.transpose(0, 2, 1)
+        visible = jnp.tril(jnp.ones((5, 5), bool))
+        return jax.nn.softmax(jnp.where(visible, -1e9, scores))  # planted
+
+    def torch(q, k):
+        scores = q @ k.transpose(1, 2)
+        visible = torch.ones(5, 5, dtype=torch.bool).tril()
+        return torch.where(visible, scores, -1e9).softmax(-1)  # planted
+
+
+@planted(r"flax has tanh\(.*0\.044715.*torch has erf\(", shapes=(X, SQUARE))
+class TanhGELU:
+    def flax(x, w):
+        return jax.nn.gelu(x) @ w  # planted
+
+    def torch(x, w):
+        return F.gelu(x) @ w  # planted
+
+
+@planted(r"flax has relu\(.*torch has .*sigmoid\(", shapes=(X, SQUARE))
+class ReLUForSiLU:
+    def flax(x, w):
+        return jax.nn.relu(x) @ w  # planted
+
+    def torch(x, w):
+        return F.silu(x) @ w  # planted
+
+
+@planted(
+    r"multiplies by 1\.702, torch (by 1|does not)|flax multiplies by 1\.702", shapes=(X, SQUARE)
+)
+class QuickGELU:
+    def flax(x, w):
+        return x * jax.nn.sigmoid(1.702 * x) @ w  # planted
+
+    def torch(x, w):
+        return F.silu(x) @ w  # planted
+
+
+IMAGE, KERNEL = (2, 4, 8, 8), (6, 4, 3, 3)
+
+
+@planted(r"padding \(\(0, 1\), \(0, 1\)\), torch \(\(1, 1\), \(1, 1\)\)", shapes=(IMAGE, KERNEL))
+class Padding:
+    def flax(x, w):
+        return jax.lax.conv_general_dilated(x, w, (2, 2), "SAME")  # planted
+
+    def torch(x, w):
+        return F.conv2d(x, w, stride=2, padding=1)  # planted
+
+
+@planted(r"padding .*\(0, 2\).*1", shapes=(IMAGE, KERNEL))
+class PaddingOnOneSide:
+    def flax(x, w):
+        return jax.lax.conv_general_dilated(x, w, (1, 1), ((0, 2), (0, 2)))  # planted
+
+    def torch(x, w):
+        return F.conv2d(x, w, padding=1)  # planted
+
+
+@planted(r"dilation \(?2.*, torch \(?1", shapes=((2, 4, 6, 6), (6, 4, 2, 2)))
+class Dilation:
+    def flax(x, w):
+        strides, pads = (3, 3), ((0, 0), (0, 0))
+        return jax.lax.conv_general_dilated(x, w, strides, pads, rhs_dilation=(2, 2))  # planted
+
+    def torch(x, w):
+        return F.conv2d(x, w, stride=3)  # planted
+
+
+@planted(r"tile\(|laid out differently", shapes=((2, 5, 4, 3), (2, 6, 2, 3)))
+class TiledKeyHeads:
+    def flax(q, k):
+        every = jnp.tile(k, (1, 1, 2, 1))  # planted
+        return jax.nn.softmax(jnp.einsum("btnh,bsnh->bnts", q, every))
+
+    def torch(q, k):
+        every = k.repeat_interleave(2, 2)  # planted
+        return torch.einsum("btnh,bsnh->bnts", q, every).softmax(-1)
+
+
+def angles(base, offset=0):
+    frequencies = base ** (-np.arange(2) / 2)
+    return (np.arange(6)[:, None] + offset) * frequencies
+
+
+@planted(r"0:4:2 of 4.*0:2 of 4", r"laid out differently", shapes=((2, 6, 4),))
+class RotaryPairs:
+    def flax(x):
+        cos, sin = jnp.cos(angles(100.0)), jnp.sin(angles(100.0))
+        first, second = x[..., 0::2], x[..., 1::2]  # planted
+        halves = [first * cos - second * sin, first * sin + second * cos]
+        return jnp.stack(halves, -1).reshape(x.shape)  # planted
+
+    def torch(x):
+        cos, sin = (torch.tensor(f(angles(100.0))) for f in (np.cos, np.sin))
+        first, second = x.chunk(2, -1)  # planted
+        halves = [first * cos - second * sin, first * sin + second * cos]
+        return torch.cat(halves, -1)  # planted
+
+
+@planted(r"changes the sign|adds.*sin|multiplies by -1", shapes=((2, 6, 4),))
+class RotarySign:
+    def flax(x):
+        cos, sin = jnp.cos(angles(100.0)), jnp.sin(angles(100.0))
+        first, second = jnp.split(x, 2, -1)
+        halves = [first * cos + second * sin, second * cos - first * sin]  # planted
+        return jnp.concatenate(halves, -1)
+
+    def torch(x):
+        cos, sin = (torch.tensor(f(angles(100.0))) for f in (np.cos, np.sin))
+        first, second = x.chunk(2, -1)
+        halves = [first * cos - second * sin, second * cos + first * sin]  # planted
+        return torch.cat(halves, -1)
+
+
+@planted(r"100.*10000|array", shapes=((2, 6, 4),))
+class RotaryBase:
+    def flax(x):
+        frequencies = 100.0 ** (-jnp.arange(2.0) / 2)  # planted
+        angle = jnp.arange(6.0)[:, None] * frequencies
+        first, second = jnp.split(x, 2, -1)
+        return first * jnp.cos(angle) - second * jnp.sin(angle)
+
+    def torch(x):
+        frequencies = 10000.0 ** (-torch.arange(2.0, dtype=torch.float64) / 2)  # planted
+        angle = torch.arange(6.0, dtype=torch.float64)[:, None] * frequencies
+        first, second = x.chunk(2, -1)
+        return first * torch.cos(angle) - second * torch.sin(angle)
+
+
+@planted(r"(flax )?adds 1", shapes=((2, 6, 4),))
+class RotaryOffset:
+    def flax(x):
+        frequencies = 100.0 ** (-jnp.arange(2.0) / 2)
+        angle = (jnp.arange(6.0) + 1)[:, None] * frequencies  # planted
+        first, second = jnp.split(x, 2, -1)
+        return first * jnp.cos(angle) - second * jnp.sin(angle)
+
+    def torch(x):
+        frequencies = 100.0 ** (-torch.arange(2.0, dtype=torch.float64) / 2)
+        angle = torch.arange(6.0, dtype=torch.float64)[:, None] * frequencies  # planted
+        first, second = x.chunk(2, -1)
+        return first * torch.cos(angle) - second * torch.sin(angle)
+
+
+@planted(r"4:8 of 12.*torch.*0:4 of 12", shapes=((2, 4), (2, 4), (4, 12), (4, 12)))
+class GatesOfAGRU:
+    def flax(x, h, w, u):
+        r, z, n = jnp.split(x @ w, 3, -1)
+        hr, hz, hn = jnp.split(h @ u, 3, -1)
+        reset, update = jax.nn.sigmoid(z + hz), jax.nn.sigmoid(r + hr)  # planted
+        new = jnp.tanh(n + reset * hn)
+        return (1 - update) * new + update * h
+
+    def torch(x, h, w, u):
+        r, z, n = (x @ w).chunk(3, -1)
+        hr, hz, hn = (h @ u).chunk(3, -1)
+        reset, update = torch.sigmoid(r + hr), torch.sigmoid(z + hz)  # planted
+        new = torch.tanh(n + reset * hn)
+        return (1 - update) * new + update * h
+
+
+@planted(r"flax has float32\(", shapes=(X, SQUARE))
+class Cast:
+    def flax(x, w):
+        scores = (x @ w).astype(jnp.float32)  # planted
+        return jax.nn.softmax(scores)
+
+    def torch(x, w):
+        scores = x @ w  # planted
+        return scores.softmax(-1)
+
+
+@planted(r"stop_gradient", shapes=(X, SQUARE))
+class StopGradient:
+    def flax(x, w):
+        gate = jax.lax.stop_gradient(jax.nn.sigmoid(x @ w))  # planted
+        return gate * x
+
+    def torch(x, w):
+        gate = torch.sigmoid(x @ w)
+        return gate * x
+
+
+@planted(r"0.5, torch by 0.25", r"adds 1e-05, torch 1e-06", shapes=(X, SQUARE))
+class TwoFaults:
+    def flax(x, w):
+        hidden = jnp.tanh(x @ w * 0.5)  # planted
+        square = jnp.square(hidden).mean(-1, keepdims=True)
+        return hidden * jax.lax.rsqrt(square + 1e-5)  # planted
+
+    def torch(x, w):
+        hidden = torch.tanh(x @ w * 0.25)  # planted
+        square = hidden.square().mean(-1, keepdim=True)
+        return hidden * torch.rsqrt(square + 1e-6)  # planted
+
+
+@planted(r"laid out differently", shapes=((4, 3, 4), (4, 4)))
+class LayoutOfAnOutput:
+    def flax(x, w):
+        return jnp.tanh(x @ w).transpose(2, 1, 0)  # planted
+
+    def torch(x, w):
+        return torch.tanh(x @ w)  # planted
+
+
+def within(place, function):
+    lines, first = inspect.getsourcelines(function)
+    return place.file == __file__ and first <= place.line < first + len(lines)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.pair.__name__)
+def test_a_planted_fault_is_named_with_its_lines(row, paired):
+    flax, theirs = vars(row.pair)["flax"], vars(row.pair)["torch"]
+    with on_cpu():
+        found = difference(paired(flax, theirs, *row.shapes))
+    said = str(found)
+    assert found.repaired, said
+    assert len(found.hypotheses) == len(row.said), said
+    for headline, pattern in zip(found.causes, row.said, strict=True):
+        assert re.search(pattern, headline), said
+    for one in found.hypotheses:
+        for side, function in ((one.flax, flax), (one.torch, theirs)):
+            if "# planted" not in inspect.getsource(function):
+                continue
+            # Those that a report writes.
+            shown = side.places[:3]
+            assert all(within(place, function) for place in shown), said
+            assert any(place.source.endswith("# planted") for place in shown), said
+
+
+RIGHT = {
+    "norm": (
+        lambda x, w: (x - x.mean(-1, keepdims=True)) / jnp.sqrt(x.var(-1, keepdims=True) + 1e-5),
+        lambda x, w: F.layer_norm(x, (8,)),
+    ),
+    "softmax": (
+        lambda x, w: jax.nn.softmax(jnp.einsum("btd,bsd->bts", x, x)) @ x,
+        lambda x, w: F.scaled_dot_product_attention(x, x, x, scale=1.0),
+    ),
+    "layout": (
+        lambda x, w: (w.T @ x.transpose(0, 2, 1)).transpose(0, 2, 1),
+        lambda x, w: F.linear(x.reshape(15, 8), w.T).view(3, 5, 8),
+    ),
+    "loop": (
+        lambda x, w: jax.lax.scan(lambda h, now: (h + now @ w, None), x[0], x)[0],
+        lambda x, w: x[0] + sum(row @ w for row in x),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_right_pairs_have_no_hypothesis(name, paired):
+    with on_cpu():
+        found = difference(paired(*RIGHT[name], X, SQUARE))
+    assert found.hypotheses == found.remaining == (), str(found)
+    assert not found.repaired
+    assert found.first is None
+
+
+class Norm(nnx.Module):
+    def __init__(self, epsilon):
+        self.weight = nnx.Param(jnp.ones(8))
+        self.epsilon = epsilon
+
+    def __call__(self, x):
+        square = jnp.square(x).mean(-1, keepdims=True)
+        return x / jnp.sqrt(square + self.epsilon) * self.weight
+
+
+class TorchNorm(torch.nn.RMSNorm):
+    def forward(self, x):
+        square = x.square().mean(-1, keepdim=True)
+        return x / torch.sqrt(square + self.eps) * self.weight
+
+
+class Layers(nnx.Module):
+    def __init__(self, epsilons):
+        self.layers = nnx.List([Norm(epsilon) for epsilon in epsilons])
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = x + jnp.sin(layer(x))
+        return x
+
+
+class TorchLayers(torch.nn.Module):
+    def __init__(self, epsilons):
+        super().__init__()
+        self.layers = torch.nn.ModuleList([TorchNorm(8, eps=eps) for eps in epsilons])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + torch.sin(layer(x))
+        return x
+
+
+@pytest.mark.parametrize(
+    ("epsilons", "named"),
+    [
+        ((1e-5, 1e-5, 1e-5), ["layers.0 (also layers.1, layers.2): flax adds 1e-05, torch 0.001"]),
+        ((1e-3, 1e-5, 1e-3), ["layers.1: flax adds 1e-05, torch 0.001"]),
+        (
+            (1e-5, 1e-3, 1e-4),
+            [
+                "layers.0: flax adds 1e-05, torch 0.001",
+                "layers.2: flax adds 0.0001, torch 0.001",
+            ],
+        ),
+    ],
+)
+def test_repeated_layers_with_one_fault_share_a_hypothesis(epsilons, named, paired):
+    with on_cpu():
+        found = difference(paired(Layers(epsilons), TorchLayers((1e-3,) * 3), X))
+    assert found.repaired
+    assert found.causes == named
+    layer, _, _ = found.first.name.partition("/")
+    assert named[0].startswith(layer)
+
+
+def backwards(x, start):
+    def step(h, now):
+        h = jnp.tanh(0.5 * h + now)
+        return h, h
+
+    return jax.lax.scan(step, start, x, reverse=True)[1]
+
+
+def forwards(x, start):
+    found = []
+    for now in x:
+        start = torch.tanh(0.5 * start + now)
+        found.append(start)
+    return torch.stack(found)
+
+
+def test_a_scan_in_the_other_direction_takes_other_elements_first(paired):
+    with on_cpu():
+        found = difference(paired(backwards, forwards, (5, 3), (3,)))
+    assert found.repaired
+    first = found.hypotheses[0]
+    assert (first.flax.value, first.torch.value) == ("input 0[4:5 of 5]", "input 0[0:1 of 5]")
+    assert "reverse=True" in first.flax.places[0].source
+    assert first.torch.places[0].source == "for now in x:"
+
+
+def test_a_difference_is_data_for_json(paired):
+    row = next(row for row in ROWS if row.pair is TwoFaults)
+    with on_cpu():
+        found = difference(paired(TwoFaults.flax, TwoFaults.torch, *row.shapes))
+    data = json.loads(json.dumps(found.as_dict()))
+    assert data["repaired"]
+    assert data["remaining"] == []
+    scale, epsilon = data["hypotheses"]
+    assert (scale["operation"], scale["parameter"]) == ("product", "factor")
+    assert (epsilon["flax"]["value"], epsilon["torch"]["value"]) == ("1e-05", "1e-06")
+    (place,) = scale["torch"]["places"][:1]
+    assert (place["file"], place["source"]) == (
+        __file__,
+        "hidden = torch.tanh(x @ w * 0.25)  # planted",
+    )
+    assert {step["differs"] for step in data["steps"]} == {False, True}

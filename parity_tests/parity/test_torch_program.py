@@ -1,0 +1,162 @@
+"""The PyTorch side as a program: its values are those of a run, its lines those of the user."""
+
+import inspect
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+from flax_attn.parity.trace.torch_program import copied, torch_program
+
+X = torch.tensor(np.random.default_rng(0).normal(size=(3, 4)))
+
+
+def run(function, x=X, **sources):
+    """Return the program of a function, or of a module, of one tensor with one output."""
+    module = copied(function.double()) if isinstance(function, nn.Module) else function
+    x = x.clone()
+
+    def call(module):
+        return {"output": module(x)}
+
+    return torch_program(module, call, {"x": x, **sources})
+
+
+def line_of(function, text):
+    lines, first = inspect.getsourcelines(function)
+    (found,) = [i for i, line in enumerate(lines, first) if text in line]
+    return found
+
+
+def places(program, operation):
+    return [node.place for node in program.nodes if node.operation == operation]
+
+
+def norms(x):
+    x = F.layer_norm(x, (4,)) + F.group_norm(x, 2) + F.rms_norm(x, (4,))
+    return F.batch_norm(x, torch.zeros(4).double(), torch.ones(4).double())
+
+
+def activations(x):
+    return F.gelu(x) + F.gelu(x, approximate="tanh") + F.silu(x) + F.glu(x.repeat(1, 2)) + F.elu(x)
+
+
+def written_in_place(x):
+    found = torch.zeros(3, 4, dtype=torch.float64)
+    found[:, :2] = x[:, 2:].sin()
+    found[1].mul_(2)
+    found.add_(x)
+    return found * 3
+
+
+def fused(x):
+    q = x.reshape(1, 1, 3, 4)
+    return F.scaled_dot_product_attention(q, q + 1, q, is_causal=True)
+
+
+def grouped(x):
+    q = x.reshape(1, 2, 2, 3)
+    return F.scaled_dot_product_attention(q, q[:, :1], q[:, :1] * 2, scale=0.3, enable_gqa=True)
+
+
+def packed(x):
+    torch.manual_seed(0)
+    cell = nn.GRU(4, 5, batch_first=True).double()
+    sequences = pack_padded_sequence(torch.stack([x, x + 1]), [2, 3], True, False)
+    return pad_packed_sequence(cell(sequences)[0], True)[0]
+
+
+def convolved(x):
+    image = x.reshape(1, 1, 3, 4)
+    return F.max_pool2d(F.conv2d(image, image[..., :2, :2], padding=1, dilation=2), 2)
+
+
+@pytest.mark.parametrize(
+    "function", [norms, activations, written_in_place, fused, grouped, packed, convolved]
+)
+def test_values_are_those_of_the_run(function):
+    program = run(function)
+    (output,) = program.outputs.values()
+    np.testing.assert_allclose(output.value, function(X.clone()).detach(), rtol=1e-13, atol=1e-15)
+    assert output in program.varying
+
+
+def test_what_is_written_into_a_view_changes_the_whole():
+    program = run(written_in_place)
+    (sine,) = [node for node in program.nodes if node.operation == "sin"]
+    assert program.outputs["output"] in program.downstream([sine])
+    # Values are those of their time: what is written later does not change them.
+    first = next(node for node in program.nodes if node.value.shape == (3, 4) and node.operands)
+    np.testing.assert_array_equal(program.nodes[0].value, X)
+    assert not np.array_equal(first.value, program.outputs["output"].value)
+
+
+@pytest.mark.parametrize(
+    ("function", "operation", "text"),
+    [
+        (norms, "rsqrt", None),
+        (written_in_place, "sin", ".sin()"),
+        (fused, "dot", "F.scaled"),
+        (convolved, "conv", "F.conv2d"),
+    ],
+)
+def test_lines_are_those_of_the_users_code(function, operation, text):
+    found = places(run(function), operation)
+    assert found
+    assert {place.file for place in found} == {__file__}
+    if text is not None:
+        assert {place.line for place in found} == {line_of(function, text)}
+
+
+def test_composed_operations_are_recorded_as_what_they_are_made_of():
+    names = {node.operation for node in run(norms).nodes}
+    assert {"rsqrt", "sub", "mul"} <= names
+    assert not any("norm" in name for name in names)
+    assert {"erf", "tanh"} <= {node.operation for node in run(activations).nodes}
+
+
+class Stack(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x).sin()
+        return x
+
+
+def test_operations_have_the_path_of_their_module_and_parameters_their_names():
+    module = copied(Stack().double())
+    sources = {f"parameter {name}": value for name, value in module.named_parameters()}
+    program = torch_program(module, lambda m: {"output": m(X)}, {"x": X, **sources})
+    dots = [node for node in program.nodes if node.operation == "dot"]
+    assert [node.place.module for node in dots] == ["blocks.0", "blocks.1"]
+    assert [place.module for place in places(program, "sin")] == ["", ""]
+    assert {place.line for place in places(program, "sin")} == {line_of(Stack, ".sin()")}
+    names = [node.name for node in program.nodes if node.operation == "source"]
+    assert "parameter blocks.1.weight" in names
+    assert not any(node.operation == "constant" and node.value.ndim == 2 for node in program.nodes)
+
+
+def test_backward_operations_stand_at_the_lines_of_the_forward_pass():
+    def gradient(x):
+        leaf = x.clone().requires_grad_()
+        hidden = leaf.sin()
+        loss = (hidden * 2).sum()
+        return torch.autograd.grad(loss, leaf)[0]
+
+    program = run(gradient)
+    np.testing.assert_allclose(program.outputs["output"].value, 2 * X.cos())
+    (place,) = places(program, "cos")
+    assert place.line == line_of(gradient, ".sin()")
+
+
+def test_a_module_is_copied_before_it_is_followed():
+    module = Stack().double()
+    run(module)
+    assert not module._forward_hooks
+    assert module.training
