@@ -23,6 +23,8 @@ LAYOUT = frozenset(
 SWAPPED = {"gt": "lt", "ge": "le"}
 # Numbers of a result that are rounded alike are one number.
 DIGITS = 12
+# Operations inside one another that are read.
+DEEPEST = 120
 # The numbers of a constant that are written out.
 FEW = 4
 
@@ -207,6 +209,7 @@ class Builder:
 
     def __init__(self, leaves: Mapping[Node, int], varying: Collection[Node]):
         self.leaves, self.varying = leaves, varying
+        self._depth = 0
         self._made: dict[Node, Expression] = {}
 
     def leaf(self, node: Node) -> Expression:
@@ -224,7 +227,14 @@ class Builder:
     def written(self, node: Node) -> Expression:
         """Return the operation of a node, also where its value is shared."""
         if node not in self._made:
-            self._made[node] = self._of(node)
+            # What is far from any shared value is a value by itself.
+            if self._depth == DEEPEST:
+                return Expression("value", (), (node.order,), node)
+            self._depth += 1
+            try:
+                self._made[node] = self._of(node)
+            finally:
+                self._depth -= 1
         return self._made[node]
 
     def _of(self, node: Node) -> Expression:
@@ -233,6 +243,10 @@ class Builder:
         operands = [self(operand) for operand in node.operands]
         if node.operation in ("add", "add_any", "sub", "mul", "div") and _moved(node, operands):
             operands[1] = Expression("moved", (operands[1],), (), node.operands[1])
+        for operand, inner in zip(node.operands, operands, strict=True):
+            # A choice that chooses one side everywhere is that side.
+            if node.operation == "where" and _is_same(operand.value, node.value):
+                return inner
         rule = RULES.get(node.operation)
         if rule is not None:
             return rule(node, operands)
@@ -250,6 +264,10 @@ def _contents(value: np.ndarray) -> str:
         low, high = distinct[0], distinct[-1]
         return f"array {shape} from {low:.6g} to {high:.6g}"
     return f"array {shape} of {' and '.join(f'{float(x):.6g}' for x in distinct)}"
+
+
+def _is_same(one: np.ndarray, other: np.ndarray) -> bool:
+    return one.shape == other.shape and one.dtype == other.dtype and bool((one == other).all())
 
 
 def _moved(node: Node, operands: list[Expression]) -> bool:

@@ -26,6 +26,8 @@ NEXT = 16
 TRIED, MADE = 3000, 24
 # Those that make something agree, of which the best is taken.
 COMPARED = 24
+# The depth of values that both have: they are tried after those of one side.
+AFTER = 4
 # The operations that are followed to a value in the layout of a node.
 ELEMENTWISE = 8
 # Values that agree after a replacement by chance are fewer.
@@ -152,9 +154,7 @@ def _output_repair(
     """Return the replacement of an output whose numbers agree, in another order."""
     for name in wrong:
         ours, right = alignment.flax.outputs[name], alignment.expected[name]
-        # Numbers of another order are laid out anew; others are explained where they come from.
-        laid_out_anew = ours in alignment.torch_of
-        if ours.value.shape == right.shape and laid_out_anew:
+        if ours.value.shape == right.shape:
             theirs = alignment.torch.outputs[name]
             return Repair(ours, theirs, alignment, right), {ours: right}
     return None
@@ -168,6 +168,9 @@ def _candidates(
     users = alignment.flax.users | alignment.torch.users
     here = [node for node in ours if _is_candidate(node, depths) and not _is_shift(node, users)]
     there = [node for node in theirs if _is_candidate(node, depths)]
+    # One side may compute more with a value that both have.
+    both = set(_shared_operands(alignment, theirs, depths))
+    there += both
     shared = {node: frozenset(_leaves(node, depths)) for node in [*here, *there]}
     classes = {
         node: alignment.torch_of[node][0]
@@ -180,12 +183,31 @@ def _candidates(
         for torch in there:
             if flax.value.size != torch.value.size:
                 continue
+            if torch in both and _class(alignment, torch) not in ours_leaves:
+                continue
+            # What makes a mask or a table is no value of the run.
+            if (flax in alignment.flax.varying) != (torch in alignment.torch.varying):
+                continue
             theirs_leaves = {_class(alignment, leaf) for leaf in shared[torch]}
             common = len(ours_leaves & theirs_leaves) / max(len(ours_leaves | theirs_leaves), 1)
             pairs.append((depths[flax] + depths[torch], -common, flax.order, flax, torch))
     pairs.sort(key=lambda pair: pair[:3])
     for *_, flax, torch in pairs[:TRIED]:
         yield flax, torch
+
+
+def _shared_operands(
+    alignment: Alignment, theirs: Sequence[Node], depths: dict[Node, int]
+) -> list[Node]:
+    """Return the values that both have and PyTorch computes with, and give them a depth."""
+    found: dict[Node, None] = {}
+    for node in theirs:
+        for operand in node.operands:
+            shared = operand in alignment.flax_of and operand.operation not in SKIPPED
+            if shared and operand.floating and alignment.numbers(operand).telling:
+                found[operand] = None
+                depths.setdefault(operand, AFTER)
+    return list(found)
 
 
 def _class(alignment: Alignment, leaf: Node) -> Node:

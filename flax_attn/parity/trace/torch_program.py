@@ -277,7 +277,8 @@ class _Recorder(TorchDispatchMode):
     def _forward_place(self, node: Any) -> Place | None:
         """Return the line of the operation whose backward pass runs, which autograd has kept."""
         kept = FRAME.findall("".join(node.metadata.get("traceback_", [])))
-        place = place_of([(file, int(line)) for file, line in reversed(kept)])
+        frames = [(file, int(line)) for file, line in reversed(kept) if file != __file__]
+        place = place_of(frames)
         if place is None:
             return None
         return replace(place, module=self._modules_of_lines.get((place.file, place.line), ""))
