@@ -9,6 +9,7 @@ from flax.typing import Dtype, PrecisionLike
 from jaxtyping import Array
 
 from attn_spec.checks import check_positive
+from flax_attn.backends.platform import platform_of
 from flax_attn.functional.dtypes import accumulation_dtype
 from flax_attn.functional.parameter_sums import spread
 from flax_attn.modules.initialisation import check_dtypes, check_rngs, for_flax, redrawn, uniform
@@ -19,8 +20,8 @@ from flax_attn.sharding.parameters import named
 class Linear(nnx.Linear):
     """`x @ kernel + bias`, initialised as in `torch.nn.Linear`.
 
-    In a lower dtype the bias is added in float32, before the output is rounded, and its gradient is
-    summed over tokens in float32.
+    In a lower dtype the gradient of the bias is summed over tokens in float32, and the bias is
+    added before the output is rounded; on GPUs that is up to XLA.
 
     Kernel and bias are uniform in +-1 / sqrt(d_in). The numbers are those of `jax.random.uniform`,
     whether the layer is built eagerly or under `jax.jit`; eagerly nothing is compiled for a shape.
@@ -92,5 +93,10 @@ class Linear(nnx.Linear):
         contract = ((x.ndim - 1,), (0,)), ((), ())
         options = {"precision": self.precision, "out_sharding": out_sharding}
         multiply = partial(dot_general, dimension_numbers=contract, **options)
+        if platform_of(x) == "gpu":
+            # Added in the kernel of the product. XLA adds no float32 there: it would be a kernel
+            # more, and three times the memory.
+            product = multiply(x, kernel)
+            return product + spread(bias, product.shape).astype(x.dtype)
         product = unrounded(multiply, x, kernel)
         return (product + spread(bias, product.shape)).astype(x.dtype)

@@ -95,6 +95,19 @@ def test_a_bias_is_added_before_the_output_is_rounded(dtype, large):
     assert output.tolist() == [[large + 2]]
 
 
+def test_on_a_gpu_the_bias_is_left_to_the_kernel_of_the_product(equations, monkeypatch):
+    monkeypatch.setattr("flax_attn.modules.linear.platform_of", lambda x: "gpu")
+    layer = drawn(lambda: flax_attn.Linear(3, 4, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
+
+    def loss(layer):
+        return layer(jnp.ones((5, 3), jnp.bfloat16)).astype(jnp.float32).sum()
+
+    gradient = jax.make_jaxpr(nnx.grad(loss))(layer)
+    products = [e for e in equations(gradient.jaxpr) if e.primitive.name == "dot_general"]
+    assert {e.outvars[0].aval.dtype.name for e in products} == {"bfloat16"}
+    assert not low_sums(equations, gradient)
+
+
 @pytest.mark.parametrize("dtype", LOW)
 def test_products_of_gradients_stay_in_the_lower_dtype(equations, dtype):
     layer = drawn(lambda: flax_attn.Linear(3, 4, param_dtype=dtype, rngs=nnx.Rngs(0)))
