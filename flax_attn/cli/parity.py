@@ -50,6 +50,15 @@ def add(commands: Any) -> None:
         "--full", action="store_true", help="compare eager with compiled, and training runs, too"
     )
     parity.add_argument(
+        "--sizes",
+        choices=("small", "real"),
+        default="small",
+        help=(
+            "real: layers as wide as those of models, on 2,048 tokens and more, in float64 and in"
+            " all lower dtypes (default small)"
+        ),
+    )
+    parity.add_argument(
         "--seed", type=common.seed, default=0, help="of the weights and inputs (default 0)"
     )
     parity.add_argument(
@@ -90,10 +99,15 @@ def add(commands: Any) -> None:
 
 def _parity(options: argparse.Namespace) -> int:
     if not options.against:
-        need_torch()
+        need_torch(1 if options.sizes == "small" else os.cpu_count())
     if options.mesh is not None and (options.target or options.against or options.device):
         raise common.UsageError(
             "--mesh runs our own table against PyTorch; got it with targets, --against or --device"
+        )
+    real = options.sizes == "real"
+    if real and (options.target or options.mesh is not None or options.full):
+        raise common.UsageError(
+            "--sizes real has rows and checks of its own; got it with targets, --mesh or --full"
         )
     for path in options.report:
         _check_report(path)
@@ -106,7 +120,7 @@ def _parity(options: argparse.Namespace) -> int:
     except (PairingError, ConversionError) as error:
         raise common.UsageError(str(error)) from error
     unwritten = _write(reports, options)
-    _show(reports, in_full=bool(options.target or options.check), full=options.full)
+    _show(reports, in_full=bool(options.target or options.check), full=options.full or real)
     for line in unwritten:
         print(f"flax-attn: {line}", file=sys.stderr)
     # That nothing was compared is no proof.
@@ -138,8 +152,8 @@ def whole_export(options: argparse.Namespace) -> Iterator[None]:
         options.export = str(folder)
 
 
-def need_torch() -> None:
-    """Raise unless PyTorch is installed; it runs on one thread, since the matrices are small."""
+def need_torch(threads: int | None = 1) -> None:
+    """Raise unless PyTorch is installed; it runs on one thread where the matrices are small."""
     try:
         import torch
     except ImportError:
@@ -148,7 +162,7 @@ def need_torch() -> None:
             " --against DIR"
         ) from None
     # The processes that compare share the cores, and would wait for one another's threads.
-    torch.set_num_threads(1)
+    torch.set_num_threads(threads or 1)
 
 
 def _check_report(path: str) -> None:
@@ -175,7 +189,8 @@ def _variants(options: argparse.Namespace) -> list[Report]:
     try:
         mesh = None if options.mesh is None else parse_mesh(options.mesh)
         files = options.export, options.against
-        run = ProofRun(options.seed, targets.checks(options), options.full, *files, mesh)
+        real = options.sizes == "real"
+        run = ProofRun(options.seed, targets.checks(options), options.full, *files, mesh, real)
         variants = run.select(options.variant)
         simulated(math.prod((mesh or {}).values()))
     except ValueError as error:
@@ -185,8 +200,8 @@ def _variants(options: argparse.Namespace) -> list[Report]:
     device = common.device(options.device)
     workers = min(os.cpu_count() or 1, _WORKERS)
     # A page draws from the modules, and a difference is located in them: both need them in this
-    # process.
-    alone = run.checks or device or workers == 1 or len(variants) <= workers
+    # process. Rows of real sizes take several GB, and the threads of all cores.
+    alone = run.checks or device or workers == 1 or len(variants) <= workers or real
     with common.progress() as progress:
         if alone or any(Path(path).suffix == ".html" for path in options.report):
             return [
