@@ -31,6 +31,8 @@ ONE_SIDED = {
         *("shift", "split_band", "split_intervals", "summarise", "summarised", "tiles"),
     },
     "functional/score_function.py": {"apply", "trace"},
+    # In lower dtypes PyTorch's own adds the bias, and sums its gradient, in float32.
+    "modules/linear.py": {"__call__"},
     # A stack of layers is run by one scan, which saves compiling.
     "models/blocks.py": {"blocks", "of_layers", "unstacked", "pure", "recompute"},
 }

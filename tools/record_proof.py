@@ -1,7 +1,8 @@
-"""Keep the errors of a run of the proof in `docs/proof.csv`, which the site shows.
+"""Keep the errors of runs of the proof in `docs/proof.csv` and `docs/proof_real.csv`.
 
-`make parity ARGS="--full --report build/proof.json"` makes the run, and
-`python tools/record_proof.py build/proof.json` keeps it.
+`make parity ARGS="--full --report build/proof.json"` makes a run, and
+`python tools/record_proof.py build/proof.json` keeps it. With `--sizes real` in place of `--full`
+it is one of real sizes, which is kept in the second file.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-PAGE = Path(__file__).parents[1] / "docs" / "proof.csv"
+DOCS = Path(__file__).parents[1] / "docs"
 CHECKS = (
     "forward",
     "gradients",
     "float32",
+    "bfloat16",
+    "float16",
     "jit = eager",
     "dropout",
     "unbatched",
@@ -42,11 +45,15 @@ def main() -> None:
     """Write the table of the report that is named on the command line."""
     report = json.loads(Path(sys.argv[1]).read_text())
     rows = [row(variant) for variant in report["variants"]]
-    with PAGE.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+    # A check that no variant has is no column.
+    columns = [name for name in rows[0] if any(row[name] != "-" for row in rows)]
+    real = rows[0]["variant"].startswith("real_")
+    page = DOCS / ("proof_real.csv" if real else "proof.csv")
+    with page.open("w", newline="") as file:
+        writer = csv.DictWriter(file, columns, extrasaction="ignore", lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
-    print(f"{PAGE}: {len(rows)} variants")
+    print(f"{page}: {len(rows)} variants")
 
 
 if __name__ == "__main__":

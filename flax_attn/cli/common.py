@@ -77,8 +77,8 @@ def need(module: str, extra: str, what: str) -> None:
         raise UsageError(f'{what} needs {module}: pip install "flax-attn[{extra}]"')
 
 
-def need_torch(command: str) -> None:
-    """Raise unless PyTorch is installed; it runs on one thread, since the matrices are small."""
+def need_torch(command: str, threads: int | None = 1) -> None:
+    """Raise unless PyTorch is installed; it runs on one thread where the matrices are small."""
     try:
         import torch
     except ImportError:
@@ -87,7 +87,7 @@ def need_torch(command: str) -> None:
             " --against DIR"
         ) from None
     # The processes that compare share the cores, and would wait for one another's threads.
-    torch.set_num_threads(1)
+    torch.set_num_threads(threads or 1)
 
 
 def known_checks(names: list[str] | None) -> list[str] | None:

@@ -43,6 +43,15 @@ def add(commands: Any) -> None:
         "--full", action="store_true", help="compare eager with compiled, and training runs, too"
     )
     parity.add_argument(
+        "--sizes",
+        choices=("small", "real"),
+        default="small",
+        help=(
+            "real: layers as wide as those of models, on 2,048 tokens and more, in float64 and in"
+            " all lower dtypes (default small)"
+        ),
+    )
+    parity.add_argument(
         "--seed", type=common.seed, default=0, help="of the weights and inputs (default 0)"
     )
     parity.add_argument(
@@ -59,10 +68,15 @@ def add(commands: Any) -> None:
 
 def _parity(options: argparse.Namespace) -> int:
     if not options.against:
-        common.need_torch("parity")
+        common.need_torch("parity", threads=1 if options.sizes == "small" else os.cpu_count())
     if options.mesh is not None and (options.against or options.device):
         raise common.UsageError(
             "--mesh runs our own table against PyTorch; got it with --against or --device"
+        )
+    real = options.sizes == "real"
+    if real and (options.mesh is not None or options.full):
+        raise common.UsageError(
+            "--sizes real has rows and checks of its own; got it with --mesh or --full"
         )
     reports.check(options)
     from flax_attn.convert import ConversionError
@@ -74,7 +88,7 @@ def _parity(options: argparse.Namespace) -> int:
     except (PairingError, ConversionError) as error:
         raise common.UsageError(str(error)) from error
     unwritten = reports.write(found, options, of_a_table=True)
-    _show(found, in_full=bool(options.check), full=options.full)
+    _show(found, in_full=bool(options.check), full=options.full or real)
     for line in unwritten:
         print(f"flax-attn: {line}", file=sys.stderr)
     # That nothing was compared is no proof.
@@ -93,7 +107,9 @@ def _variants(options: argparse.Namespace) -> list[Report]:
     try:
         mesh = None if options.mesh is None else parse_mesh(options.mesh)
         files = options.export, options.against
-        run = ProofRun(options.seed, common.known_checks(options.check), options.full, *files, mesh)
+        real = options.sizes == "real"
+        checks = common.known_checks(options.check)
+        run = ProofRun(options.seed, checks, options.full, *files, mesh, real)
         variants = run.select(options.variant)
         simulated(math.prod((mesh or {}).values()))
     except ValueError as error:
@@ -103,8 +119,8 @@ def _variants(options: argparse.Namespace) -> list[Report]:
     device = common.device(options.device)
     workers = min(os.cpu_count() or 1, _WORKERS)
     # A page draws from the modules, and a difference is located in them: both need them in this
-    # process.
-    alone = run.checks or device or workers == 1 or len(variants) <= workers
+    # process. Rows of real sizes take several GB, and the threads of all cores.
+    alone = run.checks or device or workers == 1 or len(variants) <= workers or real
     with common.progress() as progress:
         if alone or any(Path(path).suffix == ".html" for path in options.report):
             return [

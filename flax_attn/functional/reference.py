@@ -20,6 +20,7 @@ from flax_attn.functional.dropout import KeyedDropout, drop, keep_grid
 from flax_attn.functional.dtypes import accumulation_dtype
 from flax_attn.functional.masks import Mask
 from flax_attn.functional.nonfinite import finite_tokens, sees_nonfinite, zero_nonfinite
+from flax_attn.functional.parameter_sums import widened
 from flax_attn.functional.shapes import Bias, Key, Query, Value, Visible, Weights
 from flax_attn.functional.traced_score import TracedScore
 
@@ -55,6 +56,8 @@ def reference_attention(
     key_ok = finite_tokens(key) & finite_tokens(value)
     # 0 * NaN is NaN: no weight would keep out what is not finite.
     query, key, value = (zero_nonfinite(x.astype(dtype)) for x in (query, key, value))
+    # Before it is broadcast, so that its gradient is summed in this dtype.
+    bias = None if bias is None else widened(bias)
     visible, bias = hide(mask.materialise(*shape), bias)
 
     query = rearrange(query, "b t (k g) h -> b t k g h", k=key.shape[2])

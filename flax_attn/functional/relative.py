@@ -7,6 +7,7 @@ from jaxtyping import Array, Float, Integer
 
 from attn_spec.position_checks import check_same_rows
 from attn_spec.relative_positions import alibi_slopes, bucket_starts
+from flax_attn.functional.parameter_sums import lookup
 from flax_attn.functional.positions import as_positions
 from flax_attn.functional.shapes import ArrayLike
 
@@ -92,7 +93,7 @@ def t5_bias(
         num_buckets=table.shape[0],
         max_distance=max_distance,
     )
-    return rearrange(table[buckets], "... t s n -> ... n t s")
+    return rearrange(lookup(table, buckets), "... t s n -> ... n t s")
 
 
 def t5_buckets(

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Integer
 
 from attn_spec.models.bert import BertConfig, read, read_tied, write
 from flax_attn.convert.rules import Layout, Rule
+from flax_attn.functional.parameter_sums import add
 from flax_attn.functional.shapes import ArrayLike, Tokens
 from flax_attn.models.encoder import TextEncoder
 from flax_attn.models.hugging_face.family import Family, embeddings, linears, norms
@@ -170,7 +171,7 @@ class Bert(TextEncoder[BertConfig]):
         """
         types = jnp.zeros_like(tokens) if token_types is None else jnp.asarray(token_types)
         x = self.tok_emb(tokens) + self.type_emb(jnp.broadcast_to(types, tokens.shape))
-        x = self.emb_norm(x + jnp.broadcast_to(self.pos_emb(positions), x.shape))
+        x = self.emb_norm(add(x, self.pos_emb(positions)))
         return self.drop_emb(x, dropout_key=dropout_key)
 
     def pooled(self, hidden: Tokens) -> Float[Array, "*b d"]:

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float
 
 from attn_spec.models.dinov2 import DINOv2Config, read, write
 from flax_attn.convert.rules import Layout, Rule
+from flax_attn.functional.parameter_sums import spread
 from flax_attn.functional.resize import resize_bicubic
 from flax_attn.functional.shapes import ArrayLike, Tokens
 from flax_attn.models.hugging_face.family import Family
@@ -108,7 +109,7 @@ class DINOv2(ImageEncoder[DINOv2Config]):
                 " with one"
             )
         hidden = jnp.broadcast_to(jnp.asarray(masked)[..., None], x.shape)
-        return jnp.where(hidden, jnp.broadcast_to(self.mask_token[...].astype(x.dtype), x.shape), x)
+        return jnp.where(hidden, spread(self.mask_token[...], x.shape).astype(x.dtype), x)
 
     def positions(self, height: int, width: int) -> Float[Array, "t d"]:
         """Return the vectors of the positions for this image size, the class token first."""

@@ -3,7 +3,6 @@
 from dataclasses import replace
 from typing import Any
 
-import jax.numpy as jnp
 from flax import nnx
 from flax.typing import PrecisionLike
 from jaxtyping import Array, Integer
@@ -11,6 +10,7 @@ from jaxtyping import Array, Integer
 from attn_spec.checks import check_choice
 from attn_spec.models.gpt2 import GPT2_CONFIGS, GPT2Config, read, write
 from flax_attn.convert.rules import Layout, Rule
+from flax_attn.functional.parameter_sums import add
 from flax_attn.functional.shapes import Tokens
 from flax_attn.models.hugging_face.family import Family, embeddings, linears, norms
 from flax_attn.models.language_model import LanguageModel
@@ -111,9 +111,7 @@ class GPT2(LanguageModel[GPT2Config]):
     ) -> Tokens:
         """Return the sum of token and position vectors, with dropout in train mode."""
         x = self.tok_emb(tokens)
-        return self.drop_emb(
-            x + jnp.broadcast_to(self.pos_emb(positions), x.shape), dropout_key=dropout_key
-        )
+        return self.drop_emb(add(x, self.pos_emb(positions)), dropout_key=dropout_key)
 
 
 def _attention(config: GPT2Config, **options: Any) -> MultiHeadAttention:

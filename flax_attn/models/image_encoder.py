@@ -10,6 +10,7 @@ from jaxtyping import Array, Float
 from attn_spec.input_checks import check_image_size
 from attn_spec.models.image_encoder import ImageConfig
 from flax_attn.functional.dropout import fold_in
+from flax_attn.functional.parameter_sums import add, spread
 from flax_attn.functional.shapes import Tokens
 from flax_attn.models.encoder import Encoder
 from flax_attn.modules.block import TransformerBlock
@@ -97,11 +98,9 @@ class ImageEncoder(Encoder[C]):
     def hidden(self, images: Images, *, dropout_key: Array | None = None, **inputs: Any) -> Tokens:
         """Return the vectors of the class token and all patches; takes the arguments of a call."""
         x = self.tokens(images, **inputs)
-        first = jnp.broadcast_to(
-            self.cls_token[...].astype(x.dtype), (*x.shape[:-2], 1, x.shape[-1])
-        )
+        first = spread(self.cls_token[...], (*x.shape[:-2], 1, x.shape[-1])).astype(x.dtype)
         x = jnp.concatenate([first, x], axis=-2)
-        x = x + jnp.broadcast_to(self.positions(*images.shape[-2:]).astype(x.dtype), x.shape)
+        x = add(x, self.positions(*images.shape[-2:]).astype(x.dtype))
         x = self.drop_emb(x, dropout_key=fold_in(dropout_key, 0))
         return self.run(x, dropout_key=dropout_key)
 

@@ -6,6 +6,7 @@ from flax.typing import Dtype, PrecisionLike
 from jaxtyping import Array, Float
 
 from attn_spec.checks import check_choice
+from flax_attn.functional.parameter_sums import add
 from flax_attn.modules.embedding import Embedding
 from flax_attn.modules.feed_forward import ACTIVATIONS
 from flax_attn.modules.initialisation import filled
@@ -78,5 +79,5 @@ class MaskedLMHead(nnx.Module):
     ) -> Float[Array, "*shape vocab"]:
         logits = table.attend(self.norm(self.activation(self.dense(x))))
         if self.bias is not None:
-            logits = logits + jnp.broadcast_to(self.bias[...].astype(logits.dtype), logits.shape)
+            logits = add(logits, self.bias[...].astype(logits.dtype))
         return constrain(logits, "batch", "tokens", "vocab")

@@ -14,6 +14,7 @@ from attn_spec.input_checks import check_features
 from attn_spec.models.whisper import WhisperConfig, read, write
 from flax_attn.convert.headers import Stored
 from flax_attn.convert.rules import ConversionError, Layout, Rule
+from flax_attn.functional.parameter_sums import add
 from flax_attn.functional.shapes import Tokens
 from flax_attn.models.encoder_decoder import EncoderDecoder
 from flax_attn.models.hugging_face.family import Family, embeddings, linears, norms
@@ -191,7 +192,7 @@ class Whisper(EncoderDecoder[WhisperConfig]):
         check_features(inputs.shape, self.config.num_mel, 2 * self.config.num_positions)
         gelu, x = FUNCTIONS["gelu_exact"], rearrange(inputs, "... mel frames -> ... frames mel")
         x = gelu(self.conv2(gelu(self.conv1(x))))
-        x = x + jnp.broadcast_to(self.enc_pos.embedding[...].astype(x.dtype), x.shape)
+        x = add(x, self.enc_pos.embedding[...].astype(x.dtype))
         return self.drop_emb(x, dropout_key=dropout_key)
 
     def embed(
@@ -199,9 +200,7 @@ class Whisper(EncoderDecoder[WhisperConfig]):
     ) -> Tokens:
         """Return the vectors of the decoder's tokens and of their positions, summed."""
         x = self.tok_emb(tokens)
-        return self.drop_emb(
-            x + jnp.broadcast_to(self.pos_emb(positions), x.shape), dropout_key=dropout_key
-        )
+        return self.drop_emb(add(x, self.pos_emb(positions)), dropout_key=dropout_key)
 
 
 def sinusoids(num_positions: int, width: int) -> np.ndarray:

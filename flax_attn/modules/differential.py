@@ -11,8 +11,8 @@ from flax.typing import Dtype, PrecisionLike
 from jaxtyping import Array, Float
 
 from attn_spec.checks import check_positive
-from flax_attn.functional.dtypes import accumulation_dtype
 from flax_attn.functional.explicit_sharding import split_as
+from flax_attn.functional.parameter_sums import widened
 from flax_attn.functional.positions import RoPE
 from flax_attn.modules.initialisation import next_key, normal
 from flax_attn.modules.multi_head import MultiHeadAttention
@@ -123,7 +123,7 @@ class DifferentialAttention(MultiHeadAttention):
     def difference(self) -> Float[Array, ""]:
         """Return lambda, the factor on the second softmax, in at least float32."""
         vectors = (self.lambda_q1, self.lambda_k1, self.lambda_q2, self.lambda_k2)
-        q1, k1, q2, k2 = (x[...].astype(accumulation_dtype(x[...].dtype)) for x in vectors)
+        q1, k1, q2, k2 = (widened(x[...]) for x in vectors)
         return jnp.exp((q1 * k1).sum()) - jnp.exp((q2 * k2).sum()) + self._start(q1.dtype)
 
     def _attend(
@@ -132,16 +132,14 @@ class DifferentialAttention(MultiHeadAttention):
         # The key/value heads of both halves get the values of both: then query heads are grouped as
         # always.
         of_both = rearrange(v, "... s (two k) h -> ... s k (two h)", two=2)
-        values = repeat(of_both, "... s k h -> ... s (two k) h", two=2)
+        values = repeat(widened(of_both), "... s k h -> ... s (two k) h", two=2).astype(v.dtype)
         heads, weights = super()._attend(
             q, k, values, *others, return_weights=return_weights, **options
         )
         # Both halves of the heads have to be on one device.
         whole = split_as(heads, *range(heads.ndim - 2), None, heads.ndim - 1)
         heads = heads if whole is None else jax.sharding.reshard(heads, whole)
-        first, second = rearrange(
-            heads.astype(accumulation_dtype(heads.dtype)), "... (two n) h -> two ... n h", two=2
-        )
+        first, second = rearrange(widened(heads), "... (two n) h -> two ... n h", two=2)
         normed = rms_normed(first - self.difference().astype(first.dtype) * second, self.eps)
         return ((1 - self._start(normed.dtype)) * normed).astype(heads.dtype), weights
 

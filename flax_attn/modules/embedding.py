@@ -9,6 +9,7 @@ from attn_spec.checks import check_positive
 from attn_spec.generation_checks import check_ids
 from flax_attn.functional.dtypes import dtype_name
 from flax_attn.functional.integers import clipped
+from flax_attn.functional.parameter_sums import lookup
 from flax_attn.modules.initialisation import check_dtypes, next_key, normal, redrawn
 from flax_attn.modules.matrix_product import dot_general
 from flax_attn.sharding.axes import constrain
@@ -66,7 +67,9 @@ class Embedding(nnx.Module):
         ids = clipped(ids, table.shape[0])
         # XLA would gather more than the table is wide.
         table = constrain(table, self.embedding.out_sharding[0], None)
-        found = table.at[ids].get(
+        found = lookup(
+            table,
+            ids,
             mode="fill",
             fill_value=jnp.nan,
             wrap_negative_indices=False,

@@ -16,6 +16,7 @@ from attn_spec.checks import check_choice, check_positive, check_type, check_wid
 from attn_spec.swiglu import SwiGLUBounds
 from flax_attn.backends.platform import platform_of
 from flax_attn.functional.dtypes import accumulation_dtype
+from flax_attn.functional.parameter_sums import add, lookup
 from flax_attn.modules.feed_forward import ACTIVATIONS
 from flax_attn.modules.grouped_product import grouped_product, tiled
 from flax_attn.modules.initialisation import check_dtypes, check_rngs, next_key, redrawn, uniform
@@ -223,11 +224,8 @@ def _dense(activation, precision, x: Array, weights: Array, experts: Array, own:
 
     def linear(name: str, form: str, x: Array) -> Array:
         y = jnp.einsum(form, x, own[name], precision=precision)
-        return (
-            y + jnp.broadcast_to(own[f"{name} bias"][:, None], y.shape)
-            if f"{name} bias" in own
-            else y
-        )
+        bias = own.get(f"{name} bias")
+        return y if bias is None else add(y, bias[:, None])
 
     hidden = activation(linear("gate", "td,edh->eth", x), linear("up", "td,edh->eth", x))
     chosen = jax.nn.one_hot(experts, len(own["gate"]), dtype=weights.dtype)
@@ -253,12 +251,13 @@ def _sorted(
 
     def linear(name: str, x: Array) -> Array:
         y = grouped_product(x, own[name], sizes, precision)
-        return y + own[f"{name} bias"][of_row] if f"{name} bias" in own else y
+        bias = own.get(f"{name} bias")
+        return y if bias is None else add(y, lookup(bias, of_row))
 
-    rows = x[order // k]
+    rows = lookup(x, order // k)
     rows = linear("down", activation(linear("gate", rows), linear("up", rows)))
     # Not einops: it divides by t, which may be 0.
-    rows = rows[jnp.argsort(order)].reshape(t, k, rows.shape[-1])
+    rows = rows.at[jnp.argsort(order)].get(unique_indices=True).reshape(t, k, rows.shape[-1])
     return jnp.einsum("tk,tkd->td", jnp.where(here, weights, 0), rows, precision=precision)
 
 

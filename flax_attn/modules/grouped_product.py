@@ -14,6 +14,7 @@ from jax import lax
 from jaxtyping import Array, Float, Integer
 
 from flax_attn.backends.platform import platform_of
+from flax_attn.functional.dtypes import accumulation_dtype
 from flax_attn.native import grouped as native
 from flax_attn.sharding.axes import mesh_of
 
@@ -106,10 +107,12 @@ def _outer(rows: Array, cotangent: Array, sizes: Array, precision: PrecisionLike
         ours, theirs = (lax.dynamic_slice_in_dim(x, starts[i], tile) for x in (left, right))
         real = jnp.arange(tile, dtype=sizes.dtype)[:, None] < counts[i]
         ours, theirs = jnp.where(real, ours, 0), jnp.where(real, theirs, 0)
-        return sums.at[groups[i]].add(jnp.matmul(ours.T, theirs, precision=precision))
+        options = {"precision": precision, "preferred_element_type": sums.dtype}
+        return sums.at[groups[i]].add(jnp.matmul(ours.T, theirs, **options))
 
     shape = len(sizes), rows.shape[-1], cotangent.shape[-1]
-    return lax.fori_loop(0, number, step, jnp.zeros(shape, rows.dtype))
+    zeros = jnp.zeros(shape, accumulation_dtype(rows.dtype))
+    return lax.fori_loop(0, number, step, zeros).astype(rows.dtype)
 
 
 def _tiles(m: int, sizes: Array) -> tuple[int, Array, Array, Array, Array]:

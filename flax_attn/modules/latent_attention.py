@@ -17,6 +17,7 @@ from flax_attn.functional.absorption import Absorption
 from flax_attn.functional.cache import KVCache
 from flax_attn.functional.masks import Mask
 from flax_attn.functional.outputs import Outputs
+from flax_attn.functional.parameter_sums import spread
 from flax_attn.functional.positions import RoPE
 from flax_attn.functional.shapes import ArrayLike
 from flax_attn.modules.calls import Bias, CallOptions, check_self_attention
@@ -275,7 +276,7 @@ class MultiHeadLatentAttention(HeadAttention):
         both = rearrange(self.W_key_value(latent), "... s (n h) -> ... s n h", n=self.num_heads)
         both = constrain(both, "batch", "tokens", "heads", None)
         k, v = both[..., : self.qk_nope_head_dim], both[..., self.qk_nope_head_dim :]
-        rotated = jnp.broadcast_to(rotated, (*k.shape[:-1], self.qk_rope_head_dim))
+        rotated = spread(rotated, (*k.shape[:-1], self.qk_rope_head_dim)).astype(rotated.dtype)
         rotated = constrain(rotated, "batch", "tokens", "heads", None)
         return jnp.concatenate([k, rotated], axis=-1), v
 

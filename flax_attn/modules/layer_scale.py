@@ -6,6 +6,7 @@ from flax.typing import Dtype
 from jaxtyping import Array, Float
 
 from attn_spec.checks import check_positive, check_width
+from flax_attn.functional.parameter_sums import spread, widened
 from flax_attn.modules.initialisation import check_dtypes, filled
 from flax_attn.sharding.parameters import named
 
@@ -52,4 +53,5 @@ class LayerScale(nnx.Module):
     def __call__(self, x: Float[Array, "*shape d"]) -> Float[Array, "*shape d"]:
         check_width("x", x, "d_model", self.d_model)
         dtype = jnp.result_type(x, self.scale[...]) if self.dtype is None else self.dtype
-        return x.astype(dtype) * jnp.broadcast_to(self.scale[...].astype(dtype), x.shape)
+        scale = spread(self.scale[...].astype(dtype), x.shape)
+        return (widened(x.astype(dtype)) * scale).astype(dtype)

@@ -1,19 +1,27 @@
 """The linear layer that every projection is made of."""
 
+from functools import partial
 from typing import Any, cast
 
 import jax.numpy as jnp
 from flax import nnx
 from flax.typing import Dtype, PrecisionLike
+from jaxtyping import Array
 
 from attn_spec.checks import check_positive
+from flax_attn.backends.platform import platform_of
+from flax_attn.functional.dtypes import accumulation_dtype
+from flax_attn.functional.parameter_sums import spread
 from flax_attn.modules.initialisation import check_dtypes, check_rngs, for_flax, redrawn, uniform
-from flax_attn.modules.matrix_product import dot_general
+from flax_attn.modules.matrix_product import dot_general, unrounded
 from flax_attn.sharding.parameters import named
 
 
 class Linear(nnx.Linear):
     """`x @ kernel + bias`, initialised as in `torch.nn.Linear`.
+
+    In a lower dtype the gradient of the bias is summed over tokens in float32, and the bias is
+    added before the output is rounded; on GPUs that is up to XLA.
 
     Kernel and bias are uniform in +-1 / sqrt(d_in). The numbers are those of `jax.random.uniform`,
     whether the layer is built eagerly or under `jax.jit`; eagerly nothing is compiled for a shape.
@@ -74,3 +82,21 @@ class Linear(nnx.Linear):
             # sum.
             bias_metadata=named(None if axes[1] == "embed" else axes[1], unit=unit[1:]),
         )
+
+    def __call__(self, inputs: Array, out_sharding: Any = None) -> Array:
+        bias = None if self.bias is None else self.bias[...]
+        x, kernel, bias = self.promote_dtype((inputs, self.kernel[...], bias), dtype=self.dtype)
+        # What somebody has set to a product of their own, or asked to be of a dtype, stays that.
+        own = self.dot_general is not dot_general or self.preferred_element_type is not None
+        if bias is None or own or accumulation_dtype(x.dtype) == x.dtype:
+            return super().__call__(inputs, out_sharding)
+        contract = ((x.ndim - 1,), (0,)), ((), ())
+        options = {"precision": self.precision, "out_sharding": out_sharding}
+        multiply = partial(dot_general, dimension_numbers=contract, **options)
+        if platform_of(x) == "gpu":
+            # Added in the kernel of the product. XLA adds no float32 there: it would be a kernel
+            # more, and three times the memory.
+            product = multiply(x, kernel)
+            return product + spread(bias, product.shape).astype(x.dtype)
+        product = unrounded(multiply, x, kernel)
+        return (product + spread(bias, product.shape)).astype(x.dtype)

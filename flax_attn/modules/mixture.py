@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 
 from attn_spec.checks import check_type
 from attn_spec.mixture_checks import check_experts
-from flax_attn.functional.dtypes import accumulation_dtype
+from flax_attn.functional.parameter_sums import widened
 from flax_attn.modules.experts import Experts
 from flax_attn.modules.router import Router
 from flax_attn.modules.work import Work, products, work_of_parts
@@ -76,11 +76,8 @@ class MixtureOfExperts(nnx.Module):
             return y
         shared = self.shared(x)
         if self.shared_gate is not None:
-            gate = self.shared_gate(x)
-            shared = (
-                jax.nn.sigmoid(gate.astype(accumulation_dtype(gate.dtype))).astype(gate.dtype)
-                * shared
-            )
+            gate = jax.nn.sigmoid(widened(self.shared_gate(x)))
+            shared = (gate * widened(shared)).astype(shared.dtype)
         return y + shared
 
     def work(self, t: int, s: int) -> Work:

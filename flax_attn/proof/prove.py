@@ -103,20 +103,21 @@ def prove(
     Args:
         variant: row of the table.
         seed: seed of the weights and inputs.
-        checks: names of checks; None is `QUICK_CHECKS`, all layouts of the weights and `many_rows`.
+        checks: names of checks; None is those of the variant, or `QUICK_CHECKS`, all layouts of the
+            weights and `many_rows`.
         full: whether None is `FULL_CHECKS` instead.
         pair: pair of the variant, if there is one already.
     """
     with on_cpu():
         pair = pair_of(variant, seed) if pair is None else pair
-        names = (FULL_CHECKS if full else QUICK_CHECKS) if checks is None else checks
         wanted = checks is not None
+        names = checks if wanted else variant.checks or (FULL_CHECKS if full else QUICK_CHECKS)
         report = report_on(
             pair, variant.name, names, wanted=wanted, locate=wanted, call_first=False
         )
-        if checks is None and pair.has_parameters:
+        if not wanted and not variant.checks and pair.has_parameters:
             report.checks.append(layouts(_flax_module(variant)))
-        if checks is None and takes_many_rows(variant):
+        if checks is None and not variant.checks and takes_many_rows(variant):
             report.checks.append(many_rows(pair))
         return report
 
@@ -177,6 +178,7 @@ def _torch_adapter(variant: Variant) -> Adapter:
 
 def _call(variant: Variant, package: ModuleType, module: Any) -> Callable:
     accepted = _parameters(module)
+    function = variant.function and variant.function(package)
 
     def call(module, *inputs, lengths=None, dropout_key=None):
         options = dict(variant.call(package))
@@ -185,6 +187,8 @@ def _call(variant: Variant, package: ModuleType, module: Any) -> Callable:
         if lengths is not None:
             padding = package.Mask.lengths(query=lengths, key=lengths)
             options["mask"] = padding & options.get("mask", package.Mask())
+        if function is not None:
+            return {"output": function(module, *inputs, **options)}
         if not weighs(module):
             return {"output": module(*inputs, **options)}
         attended = module.attend(*inputs, return_weights=True, **options)

@@ -21,6 +21,7 @@ from flax_attn.parity.cpu import on_cpu
 from flax_attn.parity.report.report import Report
 from flax_attn.proof.on_mesh import prove_on_mesh
 from flax_attn.proof.prove import pair_from, prove
+from flax_attn.proof.rows import real
 from flax_attn.proof.variants import VARIANTS, Variant, select, sizes_for, table
 
 
@@ -35,6 +36,7 @@ class ProofRun:
         export: folder to write the PyTorch results to, if any.
         against: folder of exported results that replace PyTorch, if any.
         mesh: axes of the mesh that the Flax modules run on; without any they run on one device.
+        real: whether the rows are those of real sizes.
     """
 
     seed: int = 0
@@ -43,6 +45,7 @@ class ProofRun:
     export: str | None = None
     against: str | None = None
     mesh: Mapping[str, int] | None = None
+    real: bool = False
 
     def select(self, names: list[str] | None) -> list[Variant]:
         """Return the rows of these names or classes, in sizes that the mesh divides.
@@ -50,6 +53,8 @@ class ProofRun:
         Raises:
             ValueError: if there is none of a name, or the table cannot be divided over the mesh.
         """
+        if self.real:
+            return select(names, real.rows())
         rows = table(sizes_for(self.mesh)) if self.mesh else VARIANTS
         return select(names, rows)
 

@@ -83,6 +83,10 @@ class Variant:
             row; empty without a cache.
         capacity: capacity of the cache; None is all tokens.
         dropout: whether the variant has dropout.
+        function: function that returns what takes the module and the inputs, from a package; None
+            calls the module.
+        checks: names of the checks that a run makes where none are requested; empty is those of the
+            table.
     """
 
     name: str
@@ -94,6 +98,8 @@ class Variant:
     chunks: tuple[int | tuple[int, ...], ...] = ()
     capacity: int | None = None
     dropout: bool = False
+    function: Callable[[Any], Callable] | None = None
+    checks: tuple[str, ...] = ()
 
     def draw(self, random: np.random.Generator) -> dict[str, np.ndarray]:
         """Return inputs drawn at random, by name."""

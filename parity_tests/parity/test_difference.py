@@ -547,7 +547,7 @@ def test_a_difference_is_data_for_json(paired):
     data = json.loads(json.dumps(found.as_dict()))
     assert data["repaired"]
     assert data["remaining"] == []
-    scale, epsilon = data["hypotheses"]
+    scale, epsilon = found.documents()
     assert (scale["operation"], scale["parameter"]) == ("product", "factor")
     assert (epsilon["flax"]["value"], epsilon["torch"]["value"]) == ("1e-05", "1e-06")
     (place,) = scale["torch"]["places"][:1]

@@ -35,6 +35,8 @@ _COLUMNS = {
         f"error over the allowed one: {_LOW} PyTorch's own, {_LOW_GRADIENT} for gradients",
         "1",
     ),
+    "bfloat16": ("as float32", "1"),
+    "float16": ("as float32", "1"),
     "jit = eager": ("float64: compiled against eager", f"{tolerance.FORWARD:.0e}"),
     "many rows": (
         "float64: compiled against eager for 40,000 tokens, once for each class",

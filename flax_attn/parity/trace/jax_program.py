@@ -69,6 +69,10 @@ class _Builder:
 
         for eqn in jaxpr.eqns:
             given = [read(atom) for atom in eqn.invars]
+            # A number stands where it is used.
+            for node in given:
+                if node.operation == "constant" and node.place is None:
+                    node.place = _scope_of(eqn, scope).place
             found = self.evaluate(eqn, given, scope)
             known.update(zip(eqn.outvars, found, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
