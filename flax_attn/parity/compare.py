@@ -6,9 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from flax_attn.parity.adapters.recording import Recording, RecordingAdapter
+from flax_attn.parity.check import Check
 from flax_attn.parity.checks import run_checks
 from flax_attn.parity.cpu import on_cpu
 from flax_attn.parity.inputs import Inputs
+from flax_attn.parity.mutants import Mutants, check_count, plant
 from flax_attn.parity.one_pass import note_on_variance
 from flax_attn.parity.pair import Pair
 from flax_attn.parity.pair_modules import Layout, check_callable, pair_modules
@@ -50,6 +52,7 @@ def compare(
     locate: bool = True,
     record: bool = False,
     device: Any = None,
+    mutants: int = 0,
 ) -> Report:
     """Return a report on two modules, check by check: whether they are the same function.
 
@@ -84,13 +87,15 @@ def compare(
         locate: whether to find out where the modules differ, if they do.
         record: whether the PyTorch results are kept, for `Report.export`.
         device: JAX device that runs dtypes below float64; None is the CPU.
+        mutants: number of edits that are planted in the JAX side one by one, if all checks hold;
+            `Report.mutants` says which of them the checks detect.
 
     Raises:
         PairingError: if the modules cannot be paired or called: parameters that are missing,
             unexpected, mis-shaped, claimed twice, or that `"auto"` cannot tell apart; outputs that
             are no arrays; a PyTorch module that was left in train mode, and returns something else
             there.
-        ValueError: if a check or a layout is unknown.
+        ValueError: if a check or a layout is unknown, or `mutants` is negative.
 
     Example:
         >>> import torch
@@ -99,6 +104,7 @@ def compare(
         >>> report.passed, report.check("forward").passed
         (True, True)
     """
+    check_count(mutants)
     calls = {"flax": (flax_call, flax_cached), "torch": (torch_call, torch_cached)}
     pair = pair_modules(
         flax_module,
@@ -113,7 +119,9 @@ def compare(
         record=record,
         device=device,
     )
-    return report_on(pair, name or type(flax_module).__name__, checks, locate=locate)
+    return report_on(
+        pair, name or type(flax_module).__name__, checks, locate=locate, mutants=mutants
+    )
 
 
 def assert_parity(flax_module: Any, torch_module: Any, inputs: Inputs, **options: Any) -> Report:
@@ -148,6 +156,7 @@ def report_on(
     locate: bool = True,
     call_first: bool = True,
     watch: Callable[[str], None] = lambda name: None,
+    mutants: int = 0,
 ) -> Report:
     """Return the report of the checks of these names on a pair.
 
@@ -162,6 +171,7 @@ def report_on(
             without it, each check that needs the call fails. In JAX this call is not compiled,
             which takes longer than a check.
         watch: function called with the name of each check before it runs.
+        mutants: number of edits of the JAX side that are planted if all checks hold.
     """
     with on_cpu():
         # An unknown name is refused before anything is run.
@@ -172,6 +182,7 @@ def report_on(
         notes = _notes(pair)
         differs = any(check.ran and not check.passed for check in found)
         difference = _located(pair, notes) if locate and differs else None
+        planted = _planted(pair, checks, found, notes, mutants)
         return Report(
             name=name,
             checks=found,
@@ -182,7 +193,19 @@ def report_on(
             command=command,
             difference=difference,
             pair=pair,
+            mutants=planted,
         )
+
+
+def _planted(
+    pair: Pair, names: Sequence[str] | None, found: list[Check], notes: list[str], count: int
+) -> Mutants | None:
+    if not count:
+        return None
+    if not all(check.passed for check in found):
+        notes.append("no mutants were planted: a check fails on the modules as they are")
+        return None
+    return plant(pair, names, count)
 
 
 def _located(pair: Pair, notes: list[str]) -> Difference | None:

@@ -110,7 +110,8 @@ class JaxAdapter(ModuleAdapter):
         with jax.default_device(self.device), jax.default_matmul_precision("highest"):
             return self._run(spec)
 
-    def _run(self, spec: RunSpec) -> Result:
+    def arguments(self, spec: RunSpec) -> tuple[Any, Any, Any, Any]:
+        """Return what a run is given: parameters, inputs, other state and extras."""
         own, inputs = self._params, spec.inputs
         if spec.rounding_seed:
             factors = rounding_factors(spec.rounding_seed, float(jnp.finfo(spec.dtype).eps))
@@ -118,7 +119,10 @@ class JaxAdapter(ModuleAdapter):
             inputs = _round_stochastically(inputs, factors)
         params = self.arrays(own, spec.dtype)
         state = self._state(spec.train, spec.dtype)
-        arguments = params, self.arrays(inputs, spec.dtype), state, _extras(spec.extras)
+        return params, self.arrays(inputs, spec.dtype), state, _extras(spec.extras)
+
+    def _run(self, spec: RunSpec) -> Result:
+        arguments = self.arguments(spec)
         if spec.cotangents is None:
             run = self._outputs if spec.eager else self._forward
             outputs = run(*arguments, spec.train, spec.cached)
@@ -195,9 +199,12 @@ class JaxAdapter(ModuleAdapter):
             total += jnp.sum(output * cotangent)
         return total, outputs
 
+    def _compile(self, function: Callable, **options: Any) -> Callable:
+        return compiled(function, **options)
+
     @cached_property
     def _forward(self) -> Callable:
-        return compiled(self._outputs, static_argnames=("train", "cached"))
+        return self._compile(self._outputs, static_argnames=("train", "cached"))
 
     @property
     def _differentiate(self) -> Callable:
@@ -214,7 +221,7 @@ class JaxAdapter(ModuleAdapter):
             found, outputs = self._differentiate(params, floating, *rest)
             return outputs, found
 
-        return compiled(gradients, static_argnames=("train",))
+        return self._compile(gradients, static_argnames=("train",))
 
     @cached_property
     def _second(self) -> Callable:
@@ -227,7 +234,7 @@ class JaxAdapter(ModuleAdapter):
             # own.
             return jax.jvp(gradients, (params, _floating(inputs)), tangents)[1]
 
-        return compiled(second)
+        return self._compile(second)
 
     def _state(self, train: bool, dtype: str) -> tuple[dict[str, jax.Array], Any]:
         def cast(x: Any) -> Any:

@@ -144,6 +144,8 @@ def _parts(report: Findings) -> Iterator[RenderableType]:
     yield from _titled("not run", skipped, "dim")
     if report.entries:
         yield from _pairs(report.entries)
+    if report.mutants is not None:
+        yield from _titled("mutants", [next(report.mutants.lines())])
     yield from _titled("notes", report.notes)
     yield from _titled("repeat", [report.command] if report.command else [])
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from flax_attn.convert.rules import Entry
 from flax_attn.parity.check import Check, finite
+from flax_attn.parity.mutants import Mutants
 from flax_attn.parity.pair import Pair
 from flax_attn.parity.trace.difference import Difference
 
@@ -29,6 +30,7 @@ class Findings:
         difference: what both sides compute differently, if a check failed and they could be
             found.
         pair: both sides, for pictures; not part of the written report.
+        mutants: which edits of the JAX side the checks detect; None if none were planted.
     """
 
     name: str
@@ -40,6 +42,7 @@ class Findings:
     command: str = ""
     difference: Difference | None = None
     pair: Pair | None = None
+    mutants: Mutants | None = None
 
     @property
     def passed(self) -> bool:
@@ -101,6 +104,7 @@ class Findings:
             "differs": self.differs,
             "weights": [_row(entry) for entry in self.entries],
             "notes": self.notes,
+            "mutants": None if self.mutants is None else self.mutants.as_dict(),
             "seed": self.seed,
             "command": self.command,
         }
