@@ -39,11 +39,11 @@ def _parser() -> argparse.ArgumentParser:
     import flax_attn
 
     # Imported here, so that an interrupt meanwhile is one of the command.
-    from flax_attn.cli import backends, bench, faults, generate, parity, plan, show
+    from flax_attn.cli import backends, bench, faults, generate, mutants, parity, plan, show
 
     parser = argparse.ArgumentParser(prog="flax-attn", description=flax_attn.__doc__)
     parser.add_argument("--version", action="version", version=f"flax-attn {flax_attn.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (parity, faults, show, backends, bench, generate, plan):
+    for command in (parity, mutants, faults, show, backends, bench, generate, plan):
         command.add(commands)
     return parser

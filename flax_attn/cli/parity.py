@@ -85,7 +85,7 @@ def add(commands: Any) -> None:
         metavar="PLATFORM",
         help="with --against: run dtypes below float64 there: gpu, tpu (default cpu)",
     )
-    parity.set_defaults(run=_parity)
+    parity.set_defaults(run=_parity, count=0)
 
 
 def _parity(options: argparse.Namespace) -> int:

@@ -111,7 +111,7 @@ def _compared(options: argparse.Namespace, watch: Callable[[str], None]) -> Repo
     )
     # A report ends with the command that makes it again.
     command = shlex.join(["flax-attn", *options.arguments])
-    report = report_on(pair, name, requested, command=command, watch=watch)
+    report = report_on(pair, name, requested, command=command, watch=watch, mutants=options.count)
     if options.export:
         recording.save(report, options.export)
     return report
