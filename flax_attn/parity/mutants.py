@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -295,7 +295,7 @@ def _equal(found: Result, wanted: Result) -> bool:
     errors = tolerance.relative(found.outputs, wanted.outputs)
     if not all(error <= tolerance.FORWARD for error in errors.values()):
         return False
-    gradients: Mapping[str, float] = {}
-    if wanted.gradients:
-        gradients = tolerance.gradient_errors(found.gradients, wanted.gradients)
+    if not wanted.gradients:
+        return True
+    gradients = tolerance.gradient_errors(found.gradients, wanted.gradients)
     return all(error <= tolerance.GRADIENT for error in gradients.values())

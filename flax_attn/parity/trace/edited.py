@@ -11,8 +11,9 @@ from typing import Any
 import jax
 from jax.extend.core import Literal, jaxpr_as_fun
 
-from flax_attn.parity.trace.edits import CATALOGUE, Compute, Operation, bind
+from flax_attn.parity.trace.edits import CATALOGUE
 from flax_attn.parity.trace.jax_program import CALLS, _opened, _Scope, _scope_of
+from flax_attn.parity.trace.operation import Compute, Operation, bind
 from flax_attn.parity.trace.program import Place, in_library
 
 # The name of the scope around the call of a module; outside of it are operations that build it.

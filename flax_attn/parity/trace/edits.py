@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import combinations, permutations
 from typing import Any
@@ -13,10 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
-from flax_attn.parity.trace import jax_numpy
+from flax_attn.parity.trace.operation import Compute, Operands, Operation, after, on_changed, only
 
-Operands = Sequence[Any]
-Compute = Callable[[Operands], Any]
 # What tells an edit from the others of its kind, in words, and the edited operation.
 Variant = tuple[str, Compute]
 
@@ -43,98 +40,13 @@ FACTORS = (0.5, 1.01, 2.0)
 EPSILON = 1e-3
 
 
-@dataclass(frozen=True)
-class Operation:
-    """An operation of a jaxpr.
-
-    Args:
-        equation: equation of the jaxpr.
-        makers: equations of the same jaxpr, by the variable that they define.
-    """
-
-    equation: Any
-    makers: Mapping[Any, Any] = field(default_factory=dict)
-
-    @property
-    def primitive(self) -> str:
-        """The name of the operation in JAX."""
-        return self.equation.primitive.name
-
-    @property
-    def name(self) -> str:
-        """The name of the operation in plain notation; of a compiled function, its own."""
-        own = self.equation.params.get("name")
-        return own if isinstance(own, str) else jax_numpy.name_of(self.equation)
-
-    @property
-    def given(self) -> list[Any]:
-        """The shapes and dtypes of the operands."""
-        return [atom.aval for atom in self.equation.invars]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the result."""
-        return self.equation.outvars[0].aval.shape
-
-    @property
-    def kind(self) -> str:
-        """The kind of the dtype of the result: `"f"`, `"i"`, `"b"`, or `""` of a key."""
-        dtype = self.equation.outvars[0].aval.dtype
-        if jnp.issubdtype(dtype, jnp.floating):
-            return "f"
-        return np.dtype(dtype).kind if isinstance(dtype, np.dtype) else ""
-
-    @property
-    def axes(self) -> list[int]:
-        """The axes of the result along which there is an order."""
-        return [axis for axis, size in enumerate(self.shape) if size > 1]
-
-    def run(self, operands: Operands, **changes: Any) -> Any:
-        """Return the result, with changed parameters."""
-        return bind(self.equation, operands, **changes)[0]
-
-    def constants(self) -> Iterator[tuple[int, float]]:
-        """Yield the operands that are written as numbers: index and value."""
-        for i, atom in enumerate(self.equation.invars):
-            if isinstance(atom, Literal) and np.ndim(atom.val) == 0:
-                yield i, float(atom.val)
-
-
-def bind(equation: Any, operands: Operands, **changes: Any) -> list[Any]:
-    """Return the results of an operation, with changed parameters."""
-    params = {**equation.params, **changes}
-    primitive = equation.primitive
-    with equation.ctx.manager:
-        found = primitive.bind(*operands, **primitive.get_bind_params(params))
-    return list(found) if primitive.multiple_results else [found]
-
-
-def _after(change: Callable[[Any], Any], op: Operation) -> Compute:
-    return lambda operands: change(op.run(operands))
-
-
-def _with(op: Operation, i: int, change: Callable[[Any], Any]) -> Compute:
-    """Return the operation on a changed operand."""
-
-    def compute(operands: Operands) -> Any:
-        given = list(operands)
-        given[i] = change(given[i])
-        return op.run(given)
-
-    return compute
-
-
-def _only(op: Operation, i: int) -> Compute:
-    return lambda operands: jnp.broadcast_to(operands[i], op.shape)
-
-
 def drop(op: Operation) -> Iterator[Variant]:
     """Leave out an operation of one operand."""
     skipped = op.primitive in ("stop_gradient", "convert_element_type", "reshape")
     if op.kind != "f" or len(op.given) != 1 or skipped:
         return
     if (op.given[0].shape, op.given[0].dtype) == (op.shape, op.equation.outvars[0].aval.dtype):
-        yield f"{op.name} is left out", _only(op, 0)
+        yield f"{op.name} is left out", only(op, 0)
 
 
 def missing(op: Operation) -> Iterator[Variant]:
@@ -144,7 +56,7 @@ def missing(op: Operation) -> Iterator[Variant]:
     for i, atom in enumerate(op.equation.invars):
         if not isinstance(atom, Literal):
             left = ("second", "first")[i]
-            yield f"{op.name}: the {left} {BINARY[op.primitive]} is left out", _only(op, i)
+            yield f"{op.name}: the {left} {BINARY[op.primitive]} is left out", only(op, i)
 
 
 def swap(op: Operation) -> Iterator[Variant]:
@@ -163,7 +75,7 @@ def transpose(op: Operation) -> Iterator[Variant]:
     for i, j in combinations(op.axes, 2):
         if op.shape[i] == op.shape[j] and op.kind == "f":
             change = partial(jnp.swapaxes, axis1=i, axis2=j)
-            yield f"{op.name}: axes {i} and {j} of the result are exchanged", _after(change, op)
+            yield f"{op.name}: axes {i} and {j} of the result are exchanged", after(change, op)
 
 
 def permute(op: Operation) -> Iterator[Variant]:
@@ -213,7 +125,7 @@ def scale(op: Operation) -> Iterator[Variant]:
     if op.kind == "f":
         for factor in FACTORS:
             change = partial(_times, factor=factor)
-            yield f"{op.name}: the result is multiplied by {factor:g}", _after(change, op)
+            yield f"{op.name}: the result is multiplied by {factor:g}", after(change, op)
 
 
 def _times(x: Any, factor: float) -> Any:
@@ -230,13 +142,13 @@ def constant(op: Operation) -> Iterator[Variant]:
     for i, value in op.constants():
         if 0 < abs(value) <= EPSILON:
             change = partial(_times, factor=10.0)
-            yield f"{op.name}: the constant is {10 * value:g}", _with(op, i, change)
+            yield f"{op.name}: the constant is {10 * value:g}", on_changed(op, i, change)
 
 
 def cast(op: Operation) -> Iterator[Variant]:
     """Round to float32."""
     if op.kind == "f":
-        yield f"{op.name}: the result is rounded to float32", _after(_rounded, op)
+        yield f"{op.name}: the result is rounded to float32", after(_rounded, op)
 
 
 def _rounded(x: Any) -> Any:
@@ -247,14 +159,14 @@ def shift(op: Operation) -> Iterator[Variant]:
     """Move all elements on by one."""
     for axis in op.axes if op.kind else ():
         change = partial(jnp.roll, shift=1, axis=axis)
-        yield f"{op.name}: the result is shifted by one along axis {axis}", _after(change, op)
+        yield f"{op.name}: the result is shifted by one along axis {axis}", after(change, op)
 
 
 def reverse(op: Operation) -> Iterator[Variant]:
     """Reverse the order of elements, or the direction of a sum of all before."""
     for axis in op.axes if op.kind else ():
         change = partial(jnp.flip, axis=axis)
-        yield f"{op.name}: the result is reversed along axis {axis}", _after(change, op)
+        yield f"{op.name}: the result is reversed along axis {axis}", after(change, op)
     backwards = op.equation.params.get("reverse")
     if isinstance(backwards, bool) and op.primitive.startswith("cum"):
         run = lambda given: op.run(given, reverse=not backwards)  # noqa: E731
@@ -306,11 +218,11 @@ def off_by_one(op: Operation) -> Iterator[Variant]:
         other = NEXT[op.primitive]
         yield f"{op.name}: is {other}", lambda given: symbol[other](*given)
     if op.primitive == "iota" and op.kind in "if":
-        yield "iota: counts from 1", _after(lambda x: x + jnp.ones((), x.dtype), op)
+        yield "iota: counts from 1", after(lambda x: x + jnp.ones((), x.dtype), op)
     if op.primitive in ("gather", "dynamic_slice"):
         for i, aval in enumerate(op.given[1:], 1):
             if jnp.issubdtype(aval.dtype, jnp.integer):
-                yield f"{op.name}: index {i} is one more", _with(op, i, lambda x: x + 1)
+                yield f"{op.name}: index {i} is one more", on_changed(op, i, lambda x: x + 1)
     if op.primitive == "slice":
         yield from _bounds(op)
     if op.primitive == "conv_general_dilated":
@@ -349,18 +261,18 @@ def other(op: Operation) -> Iterator[Variant]:
 def sign(op: Operation) -> Iterator[Variant]:
     """Change a sign, or the polarity of a mask."""
     if op.kind == "f":
-        yield f"{op.name}: the result has the other sign", _after(jnp.negative, op)
+        yield f"{op.name}: the result has the other sign", after(jnp.negative, op)
     if op.kind == "b":
-        yield f"{op.name}: the result is negated", _after(jnp.logical_not, op)
+        yield f"{op.name}: the result is negated", after(jnp.logical_not, op)
     if op.primitive == "add" and op.kind == "f":
-        yield "add: the second term has the other sign", _with(op, 1, jnp.negative)
+        yield "add: the second term has the other sign", on_changed(op, 1, jnp.negative)
 
 
 def stop_gradient(op: Operation) -> Iterator[Variant]:
     """Stop the gradient."""
     if op.kind == "f" and op.primitive != "stop_gradient":
         change = jax.lax.stop_gradient
-        yield f"{op.name}: no gradient flows through the result", _after(change, op)
+        yield f"{op.name}: no gradient flows through the result", after(change, op)
 
 
 #: The kinds of edits, by name: the variants of each at an operation.
