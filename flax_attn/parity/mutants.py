@@ -190,7 +190,6 @@ def plant(pair: Pair, checks: Sequence[str] | None = None, count: int = 50) -> M
             " of the module itself"
         )
     chosen = list(CHECKS) if checks is None else list(checks)
-    # Sorting keeps the order of the others.
     chosen.sort(key=lambda name: name not in FIRST)
     with on_cpu():
         right = EditedAdapter(pair.flax)

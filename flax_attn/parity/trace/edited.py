@@ -25,7 +25,7 @@ Path = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
-class Key:
+class OperationName:
     """An operation of a program, whatever shapes and dtypes it is traced with.
 
     Args:
@@ -50,7 +50,7 @@ class Edit:
     """
 
     kind: str
-    key: Key
+    key: OperationName
     sentence: str
 
 
@@ -67,13 +67,13 @@ class Trace:
     tree: Any
 
     @cached_property
-    def operations(self) -> dict[Key, tuple[Path, Operation]]:
+    def operations(self) -> dict[OperationName, tuple[Path, Operation]]:
         """The operations that stand in a line of the user's."""
-        found: dict[Key, tuple[Path, Operation]] = {}
+        found: dict[OperationName, tuple[Path, Operation]] = {}
         counts: Counter[tuple[str, Place]] = Counter()
         for path, operation, place in _walk(self.closed.jaxpr, (), _Scope(), False):
             here = operation.primitive, place
-            found[Key(*here, counts[here])] = path, operation
+            found[OperationName(*here, counts[here])] = path, operation
             counts[here] += 1
         return found
 
