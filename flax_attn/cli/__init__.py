@@ -44,6 +44,7 @@ def _parser() -> argparse.ArgumentParser:
         compare,
         faults,
         generate,
+        mutants,
         parity,
         plan,
         show,
@@ -55,6 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog="flax-attn", description=flax_attn.__doc__)
     parser.add_argument("--version", action="version", version=f"flax-attn {flax_attn.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (compare, verify, skill, parity, faults, show, backends, bench, generate, plan):
+    checking = (compare, verify, mutants, skill, parity, faults)
+    for command in (*checking, show, backends, bench, generate, plan):
         command.add(commands)
     return parser

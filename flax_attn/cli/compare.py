@@ -39,6 +39,13 @@ def add(commands: Any) -> None:
         description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    arguments(parser)
+    reports.add(parser)
+    parser.set_defaults(run=_compare, mutants=0)
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what says which modules are compared, and how."""
     parser.add_argument("flax", metavar="FLAX", help="spec of the JAX side, such as port.py:Model")
     parser.add_argument("torch", metavar="TORCH", nargs="?", help="spec of the PyTorch side")
     parser.add_argument("--input", action="append", default=[], metavar="SPEC", help=inputs.HELP)
@@ -77,8 +84,6 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--json", metavar="FILE", help="write the report as JSON; - prints it instead of the text"
     )
-    reports.add(parser)
-    parser.set_defaults(run=_compare)
 
 
 def _compare(options: argparse.Namespace) -> int:
@@ -93,7 +98,7 @@ def _compare(options: argparse.Namespace) -> int:
 
     # x64 is on before a factory builds any table or constant.
     with on_cpu(), reports.whole_export(options):
-        report = _reported(request, options)
+        report = reported(request, options)
     unwritten = reports.write([report], options, of_a_table=False)
     _show(report, options)
     for line in unwritten:
@@ -101,7 +106,7 @@ def _compare(options: argparse.Namespace) -> int:
     return EXIT_CODES["not compared" if unwritten else report.state]
 
 
-def _reported(request: Request, options: argparse.Namespace) -> Report:
+def reported(request: Request, options: argparse.Namespace) -> Report:
     """Return the report, or one that says what stopped the comparison."""
     from flax_attn.convert import ConversionError
     from flax_attn.parity.adapters.adapter import PairingError
@@ -146,6 +151,7 @@ def _report(request: Request, loader: Loader, options: argparse.Namespace) -> Re
                 command=_command(options),
                 watch=watch,
                 journal=journal,
+                mutants=options.mutants,
             )
     report = replace(report, request=asdict(request))
     if options.export:

@@ -13,6 +13,7 @@ from flax_attn.parity.cpu import on_cpu
 from flax_attn.parity.inputs import Inputs
 from flax_attn.parity.journal import Journal
 from flax_attn.parity.loosened import loosened
+from flax_attn.parity.mutants import Mutants, check_count, plant
 from flax_attn.parity.one_pass import note_on_variance
 from flax_attn.parity.pair import Pair
 from flax_attn.parity.pair_modules import Layout, check_callable, pair_modules
@@ -59,6 +60,7 @@ def compare(
     locate: bool = True,
     record: bool = False,
     device: Any = None,
+    mutants: int = 0,
 ) -> Report:
     """Return a report on two modules, check by check: whether they are the same function.
 
@@ -93,13 +95,15 @@ def compare(
         locate: whether to find out where the modules differ, if they do.
         record: whether the PyTorch results are kept, for `Report.export`.
         device: JAX device that runs dtypes below float64; None is the CPU.
+        mutants: number of edits that are planted in the JAX side one by one, if all checks hold;
+            `Report.mutants` says which of them the checks detect.
 
     Raises:
         PairingError: if the modules cannot be paired or called: parameters that are missing,
             unexpected, mis-shaped, claimed twice, or that `"auto"` cannot tell apart; outputs that
             are no arrays; a PyTorch module that was left in train mode, and returns something else
             there.
-        ValueError: if a check or a layout is unknown.
+        ValueError: if a check or a layout is unknown, or `mutants` is negative.
 
     Example:
         >>> import torch
@@ -108,6 +112,7 @@ def compare(
         >>> report.passed, report.check("forward").passed
         (True, True)
     """
+    check_count(mutants)
     calls = {"flax": (flax_call, flax_cached), "torch": (torch_call, torch_cached)}
     pair = pair_modules(
         flax_module,
@@ -122,7 +127,9 @@ def compare(
         record=record,
         device=device,
     )
-    return report_on(pair, name or type(flax_module).__name__, checks, locate=locate)
+    return report_on(
+        pair, name or type(flax_module).__name__, checks, locate=locate, mutants=mutants
+    )
 
 
 def assert_parity(flax_module: Any, torch_module: Any, inputs: Inputs, **options: Any) -> Report:
@@ -158,6 +165,7 @@ def report_on(
     call_first: bool = True,
     watch: Callable[[str], None] = lambda name: None,
     journal: Journal | None = None,
+    mutants: int = 0,
 ) -> Report:
     """Return the report of the checks of these names on a pair.
 
@@ -173,6 +181,7 @@ def report_on(
             which takes longer than a check.
         watch: function called with the name of each check before it runs.
         journal: journal of the checks, which leaves out those that have ended the process.
+        mutants: number of edits of the JAX side that are planted if all checks hold.
     """
     with on_cpu():
         left_out = {}
@@ -196,6 +205,7 @@ def report_on(
         elif locate and differs:
             watch(LOCATING)
             difference = _located(pair, notes, found)
+        planted = _planted(pair, checks, found, notes, mutants)
         return Report(
             name=name,
             checks=found,
@@ -208,7 +218,19 @@ def report_on(
             pair=pair,
             loosened=loosened(pair, checks) if wanted else (),
             coverage=coverage_of(pair, found),
+            mutants=planted,
         )
+
+
+def _planted(
+    pair: Pair, names: Sequence[str] | None, found: list[Check], notes: list[str], count: int
+) -> Mutants | None:
+    if not count:
+        return None
+    if not all(check.passed for check in found):
+        notes.append("no mutants were planted: a check fails on the modules as they are")
+        return None
+    return plant(pair, names, count)
 
 
 def _both(first: Callable[[str], None], second: Callable[[str], None]) -> Callable[[str], None]:

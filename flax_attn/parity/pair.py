@@ -259,6 +259,13 @@ class Pair:
         other._results = {key: result for key, result in self._results.items() if key[0] == "flax"}
         return other
 
+    def with_flax(self, flax: Adapter) -> Pair:
+        """Return a pair with another JAX adapter, such as an edited one, and PyTorch results."""
+        other = self._without("flax64")
+        other.flax = flax
+        other._results = {key: result for key, result in self._results.items() if key[0] == "torch"}
+        return other
+
     def with_inputs(self, inputs: Arrays, extras: Mapping[str, np.ndarray]) -> Pair:
         """Return a pair of the same modules with the same weights, on other inputs."""
         other = self._without("plain", "cotangents", "reference", "null", "flax64", "tangents")

@@ -23,7 +23,7 @@ from flax_attn.parity.adapters.adapter import (
 )
 from flax_attn.parity.adapters.jax_parts import take_apart
 from flax_attn.parity.adapters.module_adapter import ModuleAdapter, output_of
-from flax_attn.parity.adapters.quick_jit import Compiled, compiled, optimized
+from flax_attn.parity.adapters.quick_jit import compiled, optimized
 from flax_attn.parity.adapters.rounded_sums import with_rounded_sums
 from flax_attn.parity.training import TrainingSpec
 
@@ -113,7 +113,7 @@ class JaxAdapter(ModuleAdapter):
 
     def traced(self, spec: RunSpec) -> tuple[Any, list[jax.Array]]:
         """Return the jaxpr of what a float64 run compiles, and the arrays that it takes."""
-        arguments = self._arguments(spec)
+        arguments = self.arguments(spec)
         if spec.cotangents is None:
             run = partial(self._outputs, train=spec.train)
         else:
@@ -122,7 +122,7 @@ class JaxAdapter(ModuleAdapter):
         return jax.make_jaxpr(run)(*arguments), jax.tree.leaves(arguments)
 
     def _run(self, spec: RunSpec) -> Result:
-        arguments = self._arguments(spec)
+        arguments = self.arguments(spec)
         if spec.cotangents is None:
             before = None if spec.before is None else self.arrays(spec.before, spec.dtype)
             outputs = self._forward(spec)(*arguments, spec.train, spec.cached, before)
@@ -138,13 +138,14 @@ class JaxAdapter(ModuleAdapter):
 
     def program(self, spec: RunSpec) -> Any:
         """Return the jaxpr of a compiled run; where that has run, nothing is traced again."""
-        arguments = self._arguments(spec)
+        arguments = self.arguments(spec)
         if spec.cotangents is None:
             return self._compiled.trace(*arguments, spec.train, spec.cached).jaxpr
         cotangents = self.arrays(spec.cotangents, spec.dtype)
         return self._gradients.trace(*arguments, cotangents, train=spec.train).jaxpr
 
-    def _arguments(self, spec: RunSpec) -> tuple[Any, Any, Any, Any]:
+    def arguments(self, spec: RunSpec) -> tuple[Any, Any, Any, Any]:
+        """Return what a run is given: parameters, inputs, other state and extras."""
         own, inputs = self._params, spec.inputs
         if spec.rounding_seed:
             factors = rounding_factors(spec.rounding_seed, float(jnp.finfo(spec.dtype).eps))
@@ -233,9 +234,12 @@ class JaxAdapter(ModuleAdapter):
             return self._outputs
         return self._optimized if spec.optimized else self._compiled
 
+    def _compile(self, function: Callable, **options: Any) -> Any:
+        return compiled(function, **options)
+
     @cached_property
-    def _compiled(self) -> Compiled:
-        return compiled(self._outputs, static_argnames=("train", "cached"))
+    def _compiled(self) -> Any:
+        return self._compile(self._outputs, static_argnames=("train", "cached"))
 
     @cached_property
     def _optimized(self) -> Callable:
@@ -253,13 +257,13 @@ class JaxAdapter(ModuleAdapter):
         return outputs, found
 
     @cached_property
-    def _gradients(self) -> Compiled:
-        return compiled(self._with_gradients, static_argnames=("train",))
+    def _gradients(self) -> Any:
+        return self._compile(self._with_gradients, static_argnames=("train",))
 
     @cached_property
-    def _rounded_gradients(self) -> Callable:
+    def _rounded_gradients(self) -> Any:
         rounded = with_rounded_sums(self._with_gradients)
-        return compiled(rounded, static_argnames=("train",))
+        return self._compile(rounded, static_argnames=("train",))
 
     @cached_property
     def _second(self) -> Callable:
@@ -272,7 +276,7 @@ class JaxAdapter(ModuleAdapter):
             # own.
             return jax.jvp(gradients, (params, _floating(inputs)), tangents)[1]
 
-        return compiled(second)
+        return self._compile(second)
 
     def _state(self, train: bool, dtype: str) -> tuple[dict[str, jax.Array], Any]:
         def cast(x: Any) -> Any:

@@ -163,6 +163,8 @@ def _parts(report: Findings, pairs: bool) -> Iterator[RenderableType]:
     yield from _titled("nothing compared", nothing, "bold red")
     skipped = [_missing(check) for check in report.checks if check.skipped]
     yield from _titled("not run", skipped, "dim")
+    if report.mutants is not None:
+        yield from _titled("mutants", [next(report.mutants.lines())])
     yield from _titled("notes", report.notes)
     yield from _titled("repeat", [report.command] if report.command else [])
     if pairs and report.entries:

@@ -36,6 +36,7 @@ def document(report: Findings) -> dict[str, Any]:
         "hypotheses": difference.documents() if difference else [],
         "difference": difference and difference.as_dict(),
         "checks": [check_document(check) for check in report.checks],
+        "mutants": report.mutants and report.mutants.as_dict(),
         "weights": [_entry(entry) for entry in report.entries],
         "notes": report.notes,
         "seed": report.seed,

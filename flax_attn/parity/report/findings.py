@@ -11,6 +11,7 @@ import numpy as np
 from flax_attn.convert.rules import Entry
 from flax_attn.parity.check import Check
 from flax_attn.parity.coverage import Coverage
+from flax_attn.parity.mutants import Mutants
 from flax_attn.parity.pair import Pair
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ class Findings:
             Python.
         error: reason why nothing could be compared; empty where something was.
         coverage: what was exercised, and what was not tested.
+        mutants: which edits of the JAX side the checks detect; None if none were planted.
     """
 
     name: str
@@ -52,6 +54,7 @@ class Findings:
     request: dict[str, Any] | None = None
     error: str = ""
     coverage: Coverage = field(default_factory=Coverage)
+    mutants: Mutants | None = None
 
     @property
     def passed(self) -> bool:

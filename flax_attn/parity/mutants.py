@@ -1,0 +1,302 @@
+"""How much a pass is worth: which edits of the user's own JAX program the checks detect."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+
+from flax_attn.parity import tolerance
+from flax_attn.parity.adapters.adapter import Adapter, Arrays, Result, RunSpec, is_floating
+from flax_attn.parity.adapters.jax_adapter import JaxAdapter
+from flax_attn.parity.checks import CHECKS, run_checks
+from flax_attn.parity.cpu import on_cpu
+from flax_attn.parity.pair import Pair
+from flax_attn.parity.trace.edited import CALLED, Edit, Trace, traced
+from flax_attn.parity.trace.edits import CATALOGUE
+from flax_attn.parity.trace.program import Place
+from flax_attn.parity.training import TrainingSpec
+
+# Added to the seed of a pair.
+DRAWN, FRESH = 4, 5
+# The cheapest that see most; the others follow in their own order, as far as they are chosen.
+FIRST = ("forward", "gradients")
+# The steps of training show no more than one of its gradients does.
+WITHOUT_EFFECT = ("training",)
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """An edit that was planted, and the check that detected it.
+
+    Args:
+        kind: kind of the edit, from the catalogue.
+        place: line of source of the operation.
+        sentence: what was edited.
+        detected_by: name of the first check that detects it; empty if none does.
+        equivalent: whether no check detects it, and neither outputs nor gradients show it on fresh
+            inputs.
+    """
+
+    kind: str
+    place: Place
+    sentence: str
+    detected_by: str = ""
+    equivalent: bool = False
+
+    def __str__(self) -> str:
+        """Return the line of source, and what was edited."""
+        return f"{self.place}  {self.sentence}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the mutant for JSON."""
+        return {
+            "kind": self.kind,
+            "file": self.place.file,
+            "line": self.place.line,
+            "sentence": self.sentence,
+            "detected_by": self.detected_by,
+            "equivalent": self.equivalent,
+        }
+
+
+@dataclass(frozen=True)
+class Mutants:
+    """Edits that were planted one by one in the JAX side of a pair whose checks hold.
+
+    Args:
+        mutants: the edits, in the order in which they were planted.
+    """
+
+    mutants: tuple[Mutant, ...]
+
+    @property
+    def detected(self) -> dict[str, int]:
+        """How many each check was the first to detect."""
+        return dict(Counter(one.detected_by for one in self.mutants if one.detected_by))
+
+    @property
+    def equivalent(self) -> list[Mutant]:
+        """Those that change nothing: no check could detect them."""
+        return [one for one in self.mutants if one.equivalent]
+
+    @property
+    def undetected(self) -> list[Mutant]:
+        """Those that no check detects although they change what is computed."""
+        return [one for one in self.mutants if not (one.detected_by or one.equivalent)]
+
+    def lines(self) -> Iterator[str]:
+        """Yield how many were detected, then a line for each that was not."""
+        if not self.mutants:
+            yield "no operation of the JAX side can be edited"
+            return
+        effective = len(self.mutants) - len(self.equivalent)
+        counts = [f"{name} {count}" for name, count in self.detected.items()]
+        by = f" ({', '.join(counts)})" if counts else ""
+        found = sum(self.detected.values())
+        equivalent = f"; {len(self.equivalent)} more change nothing" if self.equivalent else ""
+        yield f"{found} of {effective} edits are detected{by}{equivalent}"
+        for one in self.undetected:
+            yield f"not detected: {one}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return all mutants for JSON."""
+        return {
+            "planted": len(self.mutants),
+            "detected": self.detected,
+            "equivalent": len(self.equivalent),
+            "undetected": len(self.undetected),
+            "mutants": [one.as_dict() for one in self.mutants],
+        }
+
+
+class EditedAdapter(JaxAdapter):
+    """The adapter of a JAX module whose program is edited, run without `jax.jit`.
+
+    Args:
+        adapter: adapter of the module.
+        edit: edit of its program; None is none.
+    """
+
+    def __init__(self, adapter: JaxAdapter, edit: Edit | None = None):
+        # What was compiled is of another program.
+        cached = ("_compiled", "_optimized", "_gradients", "_rounded_gradients", "_second")
+        kept = {name: value for name, value in vars(adapter).items() if name not in cached}
+        vars(self).update(kept)
+        self._edit = edit
+        # Shared by all edits: they are traced once for each shape and dtype.
+        self._traces: dict[Any, Trace] = vars(adapter).get("_traces", {})
+
+    def trace(self, spec: RunSpec) -> Trace:
+        """Return the program of a run, as it is without the edit."""
+        return self._traced(self.arguments(spec), spec.train, spec.cached)
+
+    def train(self, spec: TrainingSpec) -> Arrays:
+        """Train a copy, with compiled steps."""
+        return _Compiled(self, self._edit).train(spec)
+
+    def _traced(self, arguments: tuple[Any, ...], train: bool, cached: bool) -> Trace:
+        leaves, tree = jax.tree.flatten(arguments)
+        key = tree, tuple(str(jax.typeof(leaf)) for leaf in leaves), train, cached
+        if key not in self._traces:
+            call = partial(self._called, train=train, cached=cached)
+            self._traces[key] = traced(call, arguments)
+        return self._traces[key]
+
+    def _called(self, params, inputs, state, extras, train: bool, cached: bool) -> dict[str, Any]:
+        module = self._build(params, state, train)
+        with jax.named_scope(CALLED):
+            return self.call(module, inputs, extras, cached)
+
+    def _outputs(
+        self, params, inputs, state, extras, train: bool, cached: bool = False, before: Any = None
+    ) -> dict[str, Any]:
+        # An edit leaves no state behind.
+        del before
+        arguments = params, inputs, state, extras
+        trace = self._traced(arguments, train, cached)
+        return trace.run(jax.tree.leaves(arguments), self._edit)
+
+    def _compile(self, function: Callable, **options: Any) -> Callable:
+        # Most runs take place once.
+        return function
+
+
+class _Compiled(EditedAdapter):
+    """The adapter of an edited program that runs many times."""
+
+    train = JaxAdapter.train
+    _compile = JaxAdapter._compile
+
+
+def plant(pair: Pair, checks: Sequence[str] | None = None, count: int = 50) -> Mutants:
+    """Return which of `count` edits at random places the checks of these names detect.
+
+    Args:
+        pair: pair of modules whose checks hold; its PyTorch results are used again.
+        checks: names from `CHECKS`; None is all.
+        count: number of edits.
+
+    Raises:
+        ValueError: if `count` is negative, or the JAX side is no module.
+    """
+    check_count(count)
+    if not isinstance(pair.flax, JaxAdapter):
+        raise ValueError(
+            f"mutants are edits of a JAX module; got a {type(pair.flax).__name__}. Pass the pair"
+            " of the module itself"
+        )
+    chosen = list(CHECKS) if checks is None else list(checks)
+    chosen.sort(key=lambda name: name not in FIRST)
+    with on_cpu():
+        right = EditedAdapter(pair.flax)
+        fresh = _Fresh(pair, right)
+        mutants = []
+        for edit in _drawn(right.trace(pair.uncompiled), count, pair.seed):
+            edited = EditedAdapter(right, edit)
+            mutants.append(_judged(pair.with_flax(edited), edit, chosen, fresh))
+    return Mutants(tuple(mutants))
+
+
+def check_count(count: int) -> None:
+    """Raise unless this can be a number of mutants.
+
+    Raises:
+        ValueError: if it is negative.
+    """
+    if count < 0:
+        raise ValueError(f"mutants must be 0 or more; got {count}. Pass mutants=50")
+
+
+def _drawn(trace: Trace, count: int, seed: int) -> Iterator[Edit]:
+    """Yield edits at random places, those of each kind in turn."""
+    random = np.random.default_rng(seed + DRAWN)
+    waiting: dict[str, list[Edit]] = {kind: [] for kind in CATALOGUE}
+    for edit in trace.edits():
+        waiting[edit.kind].append(edit)
+    for edits in waiting.values():
+        random.shuffle(edits)
+    left = count
+    while left and any(waiting.values()):
+        for edits in waiting.values():
+            while edits and left:
+                edit = edits.pop()
+                if trace.fits(edit):
+                    left -= 1
+                    yield edit
+                    break
+
+
+def _judged(pair: Pair, edit: Edit, checks: Sequence[str], fresh: _Fresh) -> Mutant:
+    mutant = Mutant(edit.kind, edit.key.place, edit.sentence)
+    if "forward" in checks and _outputs_differ(pair):
+        return replace(mutant, detected_by="forward")
+    equivalent = None
+    for name in checks:
+        if equivalent is None and name not in FIRST:
+            equivalent = fresh.equivalent(pair.flax)
+        if equivalent and name in WITHOUT_EFFECT:
+            continue
+        for check in run_checks(pair, [name], wanted=False):
+            if check.ran and not check.passed:
+                return replace(mutant, detected_by=name)
+    if equivalent is None:
+        equivalent = fresh.equivalent(pair.flax)
+    return replace(mutant, equivalent=equivalent)
+
+
+def _outputs_differ(pair: Pair) -> bool:
+    """Whether the outputs break the rule of the check, which computes gradients beside them."""
+    ours = pair.run("flax", pair.uncompiled).outputs
+    errors = tolerance.relative(ours, pair.plain.outputs)
+    return not all(error <= tolerance.FORWARD for error in errors.values())
+
+
+class _Fresh:
+    """Runs of a JAX side on other inputs than those of its pair, to compare mutants with it.
+
+    Args:
+        pair: pair of modules.
+        right: its JAX side, without an edit.
+    """
+
+    def __init__(self, pair: Pair, right: Adapter):
+        self._runs: list[tuple[RunSpec, Result]] = []
+        random = np.random.default_rng(pair.seed + FRESH)
+        for more in ((), (0,), (1,), (0, 1)):
+            inputs = {name: _redrawn(x, more, random) for name, x in pair.inputs.items()}
+            spec = pair.run_spec("fresh", inputs=inputs)
+            try:
+                outputs = right.run(spec).outputs
+            # A module may take inputs of one size alone, and raise what it likes at others.
+            except Exception:
+                continue
+            if any(is_floating(output) for output in outputs.values()):
+                spec = replace(spec, cotangents=pair.cotangents_for(outputs))
+            self._runs.append((spec, right.run(spec)))
+
+    def equivalent(self, adapter: Adapter) -> bool:
+        """Whether an edited side returns the same outputs and gradients."""
+        return all(_equal(adapter.run(spec), result) for spec, result in self._runs)
+
+
+def _redrawn(x: np.ndarray, more: Sequence[int], random: np.random.Generator) -> np.ndarray:
+    shape = tuple(size + 3 * (axis in more) for axis, size in enumerate(x.shape))
+    if is_floating(x):
+        return random.normal(size=shape)
+    return random.choice(x.reshape(-1), shape) if x.size else x
+
+
+def _equal(found: Result, wanted: Result) -> bool:
+    errors = tolerance.relative(found.outputs, wanted.outputs)
+    if not all(error <= tolerance.FORWARD for error in errors.values()):
+        return False
+    if not wanted.gradients:
+        return True
+    gradients = tolerance.gradient_errors(found.gradients, wanted.gradients)
+    return all(error <= tolerance.GRADIENT for error in gradients.values())
