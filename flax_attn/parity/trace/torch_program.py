@@ -252,7 +252,7 @@ class _Recorder(TorchDispatchMode):
     def _operand(self, value: Any) -> Node:
         if isinstance(value, torch.Tensor):
             return self.node(value)
-        node = Node("constant", (), np.asarray(value))
+        node = Node("constant", (), np.asarray(value), place=self._place)
         self.nodes.append(node)
         return node
 
