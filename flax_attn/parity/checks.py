@@ -20,6 +20,7 @@ from flax_attn.parity.adapters.adapter import (
     NothingCompared,
     NotRun,
     PairingError,
+    ReplacedError,
     Result,
     Untested,
     is_floating,
@@ -264,6 +265,7 @@ def run_checks(
     Raises:
         ValueError: if a name is unknown.
         ExportError: if the PyTorch side is an export of another comparison.
+        ReplacedError: if a function of PyTorch was replaced.
     """
     # All names are checked before the first check runs, which may take minutes.
     for name in names or ():
@@ -291,8 +293,8 @@ def _run_checks(
             yield Check(name, np.inf, 0.0, nothing=str(reason))
         # One that raises, in whatever library below it, must not cost what the others find.
         except Exception as error:
-            # An export that does not belong to these inputs is of use to no check.
-            if isinstance(error.__cause__, ExportError):
+            # No check can use the export of other inputs, or a PyTorch that is none.
+            if isinstance(error.__cause__, ExportError | ReplacedError):
                 raise error.__cause__ from None
             yield _raised(name, error)
 

@@ -21,6 +21,7 @@ ROWS = 40_000
 
 def takes_many_rows(variant: Variant) -> bool:
     """Whether a row of the table is the first of its class, on one device."""
+    # The others of a class compile the same operations; on a mesh each device has few rows.
     kind = [row.name for row in VARIANTS if row.module == variant.module]
     return kind[:1] == [variant.name] and jax.sharding.get_mesh().empty
 
@@ -47,6 +48,7 @@ def _repeated(inputs: Mapping[str, np.ndarray], seed: int) -> Arrays:
     found = {}
     for name, array in inputs.items():
         repeated = np.concatenate([array] * (ROWS // tokens + 1))
+        # Rows that repeat would hide one that is written over another.
         scale = random.normal(size=repeated.shape) if is_floating(array) else 1
         found[name] = repeated * scale
     return found

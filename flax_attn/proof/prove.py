@@ -115,6 +115,7 @@ def prove(
         report = report_on(
             pair, variant.name, names, wanted=wanted, locate=wanted, call_first=False
         )
+        # Rows of real sizes have the layouts of the small ones.
         if not wanted and not variant.checks and pair.has_parameters:
             report.checks.append(layouts(_flax_module(variant)))
         if checks is None and not variant.checks and takes_many_rows(variant):

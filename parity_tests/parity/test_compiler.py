@@ -13,6 +13,7 @@ from jax.interpreters import ad, mlir
 
 from flax_attn.parity import compare, known_faults
 from flax_attn.parity.cpu import on_cpu
+from flax_attn.parity.report.document import document
 from flax_attn.parity.trace import compiler, reproduction
 from flax_attn.parity.trace.equations import flattened
 
@@ -124,7 +125,7 @@ def test_only_the_operation_that_is_wrong_is_left():
     assert not any(name in jaxpr for name in ("cos", "add", "mul", "sin", "exp"))
     assert wrongly_compiled(found).helps == ()
     assert any("is not public in JAX" in line for line in found.where)
-    assert found.as_dict()["difference"]["miscompiled"]["error"] == pytest.approx(1)
+    assert document(found)["difference"]["miscompiled"]["error"] == pytest.approx(1)
 
 
 def test_a_backward_pass_that_is_compiled_wrongly_is_found():

@@ -64,7 +64,7 @@ def test_the_suffix_chooses_the_format(differing, tmp_path):
     assert Xml.parse(tmp_path / "x.xml").getroot().get("failures") == "3"
     data = json.loads((tmp_path / "x.json").read_text())
     assert list(data)[:5] == ["kind", "version", "name", "state", "loosened"]
-    assert data["causes"] == differing.causes
+    assert [one["sentence"] for one in data["hypotheses"]] == differing.causes
 
 
 @pytest.mark.parametrize("name", ["x.pdf", "x"])

@@ -21,6 +21,10 @@ class PairingError(ValueError):
     """Two modules that cannot be compared: the message says why, and what to pass instead."""
 
 
+class ReplacedError(PairingError):
+    """A PyTorch whose own functions were replaced, which is no reference."""
+
+
 class AdapterError(RuntimeError):
     """One framework raised an error where the other did not."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
@@ -104,7 +104,11 @@ class TorchAdapter(ModuleAdapter):
         for tensor in inputs.values():
             tensor.requires_grad_(differentiate and tensor.is_floating_point())
         extras = _extras(spec.extras)
-        with torch.set_grad_enabled(differentiate), _kernel(spec.tangents is not None):
+        with ExitStack() as stack:
+            # In train mode a module may draw from the stream of the process, which stays as it is.
+            stack.enter_context(torch.random.fork_rng(devices=[], enabled=spec.train))
+            stack.enter_context(torch.set_grad_enabled(differentiate))
+            stack.enter_context(_kernel(spec.tangents is not None))
             if spec.before is not None:
                 self.call(module, _cast(self.arrays(spec.before), kind), extras)
             outputs = self.call(module, _copied(inputs), extras, spec.cached)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional
 
-from flax_attn.parity.adapters.adapter import PairingError
+from flax_attn.parity.adapters.adapter import ReplacedError
 
 # What models call. The methods of the layers in `torch.nn` are not looked at.
 PLACES: dict[str, Any] = {
@@ -32,7 +32,7 @@ class TorchFunctions:
     """The public functions of PyTorch as they are now.
 
     Raises:
-        PairingError: if one of them is not PyTorch's own.
+        ReplacedError: if one of them is not PyTorch's own.
 
     Example:
         >>> TorchFunctions().check()
@@ -47,7 +47,7 @@ class TorchFunctions:
         """Raise if a function has been replaced since, or added.
 
         Raises:
-            PairingError: with its name.
+            ReplacedError: with its name.
         """
         for place, names in self._found.items():
             _refuse(place, list(_replaced(names, vars(PLACES[place]))))
@@ -85,7 +85,7 @@ def _plain(name: str) -> str:
 
 def _refuse(place: str, names: list[str]) -> None:
     if names:
-        raise PairingError(
+        raise ReplacedError(
             f"{place}.{names[0]} is not the function of PyTorch, which is the reference: something"
             " has replaced it. Compare where nothing patches torch, neither at import nor in a call"
         )
