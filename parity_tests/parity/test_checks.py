@@ -19,8 +19,8 @@ from flax_attn.convert.rules import Entry
 from flax_attn.parity import CHECKS, compare
 from flax_attn.parity.check import Check, worst_of
 from flax_attn.proof import prove
-from flax_attn.proof.many_rows import takes_many_rows
 from flax_attn.proof.faults import FAULTS
+from flax_attn.proof.many_rows import takes_many_rows
 from flax_attn.proof.variants import VARIANTS, select
 
 LOWER = {"float32": 23, "bfloat16": 7, "float16": 10}  # bits of the mantissa
