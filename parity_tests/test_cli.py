@@ -34,6 +34,7 @@ def test_parity_prints_the_table_and_writes_all_that_was_measured(tmp_path, caps
         "unbatched",
         "cache = full",
         "layouts",
+        "many rows",
     ]
     assert 0 < report["variants"][0]["checks"][0]["error"] < 1e-14
     assert {"jax", "flax", "torch", "python"} <= report["environment"].keys()

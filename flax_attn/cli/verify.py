@@ -72,10 +72,9 @@ def _verify(options: argparse.Namespace) -> int:
         document.write(result, "/dev/stdout" if options.json == "-" else options.json)
     if options.json != "-":
         print("\n".join(_lines(result)))
-    if result["stands"] or not runs:
-        return EXIT_CODES[result["state"]]
     # A difference that is not there is no success either.
-    return EXIT_CODES[result["state"]] or 1
+    refuted = runs and not result["stands"] and result["state"] != "not compared"
+    return 1 if refuted else EXIT_CODES[result["state"]]
 
 
 def _read(path: str) -> tuple[dict[str, Any], Request]:

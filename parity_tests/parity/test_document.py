@@ -70,8 +70,10 @@ def test_another_key_does_not_follow_the_schema(equal):
 def test_the_next_step_is_the_first_cause(differing, equal):
     assert next_steps(equal) == []
     first = next_steps(differing)[0]
-    assert first.startswith("mend this first, and compare again: att: flax has no scale")
-    located = next_steps(replace(differing, divergence=None))[0]
+    assert first == f"mend this first, and compare again: {differing.causes[0]}"
+    assert first.startswith("mend this first, and compare again: att (also <b>a</b>")
+    assert first.endswith("): torch multiplies by 0.5, flax does not")
+    located = next_steps(replace(differing, difference=None))[0]
     assert "in the place that no node shows: forward: error 0.0003" in located
 
 
