@@ -190,7 +190,7 @@ def test_a_run_is_recorded_with_its_worst_margin(tmp_path, monkeypatch):
         {"name": "jit = eager", "error": 0.0, "margin": 0.0},
         {"name": "dropout", "error": None, "margin": 0.0},
     ]
-    row = script["row"]({"variant": "a", "passed": True, "checks": checks})
+    row = script["row"]({"name": "a", "passed": True, "checks": checks})
     named = {name: row[name] for name in ("forward", "jit = eager", "dropout", "margin", "verdict")}
     assert list(named.values()) == ["2.0e-15", "0.0e+00", "-", "500.0x", "equal"]
 
