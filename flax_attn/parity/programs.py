@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -12,7 +11,9 @@ import numpy as np
 from flax_attn.parity.adapters.adapter import RunSpec
 from flax_attn.parity.adapters.jax_adapter import JaxAdapter
 from flax_attn.parity.adapters.recording import Recording, RecordingAdapter
+from flax_attn.parity.jaxprs import frames_of, opened
 from flax_attn.parity.pair import LOWER, Pair
+from flax_attn.parity.trace.program import place_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
 
 # Those that return nothing to the program, such as that of `jax.debug.print`, change nothing in it.
 CALLBACKS = ("pure_callback", "io_callback")
-# Frames of these are not the user's.
-PACKAGES = ("jax", "jaxlib", "flax", "equinox", "einops", "jaxtyping", "beartype", "flax_attn")
 
 
 def callbacks(pair: Pair, checks: Sequence[Check]) -> Iterator[str]:
@@ -82,8 +81,7 @@ def _inner(value: Any) -> Iterator[Any]:
     if isinstance(value, tuple | list):
         for one in value:
             yield from _inner(one)
-    # A closed one holds it beside its constants.
-    jaxpr = getattr(value, "jaxpr", value)
+    jaxpr, _ = opened(value)
     for eqn in getattr(jaxpr, "eqns", ()):
         yield eqn
         for parameter in eqn.params.values():
@@ -103,12 +101,7 @@ def _is_widened(eqn: Any) -> bool:
 
 def _place(eqn: Any) -> str:
     """Return file and line of an equation in the user's code; empty where they are not known."""
-    traceback = eqn.source_info.traceback
-    for frame in traceback.frames if traceback else ():
-        folders = Path(frame.file_name).parts
-        if not any(package in folders for package in PACKAGES):
-            return f"{Path(frame.file_name).name}:{frame.line_num}"
-    return ""
+    return str(place_of(frames_of(eqn)) or "")
 
 
 def _listed(places: set[str]) -> str:

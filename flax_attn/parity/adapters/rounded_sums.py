@@ -15,17 +15,8 @@ from typing import Any
 
 import jax
 
-# Operations that are one call of another program, with its parameters unchanged.
-_CALLS = (
-    "jit",
-    "pjit",
-    "remat2",
-    "checkpoint",
-    "closed_call",
-    "custom_jvp_call",
-    "custom_vjp_call",
-)
-_PROGRAMS = ("jaxpr", "call_jaxpr")
+from flax_attn.parity.jaxprs import bind, called, interpreted
+
 # Operations that hold programs; kernels, which do too, are left as they are.
 _LOOPS = ("scan", "while", "cond")
 _WIDER = {"bfloat16": "float32", "float16": "float32", "float32": "float64"}
@@ -55,36 +46,22 @@ def with_rounded_sums(function: Callable) -> Callable:
 
 def _evaluated(program: Any, arguments: Sequence[Any], backward: bool) -> list[Any]:
     """Return the outputs of a jaxpr; `backward` says that it is part of a backward pass."""
-    # A ClosedJaxpr holds a Jaxpr and its constants.
-    jaxpr = getattr(program, "jaxpr", program)
-    variables = [*jaxpr.constvars, *jaxpr.invars]
-    values = dict(zip(variables, [*getattr(program, "consts", ()), *arguments], strict=True))
-
-    def read(atom: Any) -> Any:
-        return atom.val if hasattr(atom, "val") else values[atom]
-
-    for eqn in jaxpr.eqns:
-        found = _result(eqn, [read(atom) for atom in eqn.invars], backward)
-        values.update(zip(eqn.outvars, found, strict=True))
-    return [read(atom) for atom in jaxpr.outvars]
+    return interpreted(program, arguments, lambda _, eqn, given: _result(eqn, given, backward))
 
 
 def _result(eqn: Any, values: list[Any], backward: bool) -> Sequence[Any]:
     inside = _in_backward_pass(eqn, backward)
-    inner = [eqn.params[name] for name in _PROGRAMS if name in eqn.params]
-    if inner and eqn.primitive.name in _CALLS:
-        return _evaluated(inner[0], values, inside)
-    params = dict(eqn.params)
+    inner = called(eqn)
+    if inner is not None:
+        return _evaluated(inner, values, inside)
+    changes: dict[str, Any] = {}
     if eqn.primitive.name in _LOOPS:
-        params = {name: _rewritten(value, inside) for name, value in params.items()}
+        changes = {name: _rewritten(value, inside) for name, value in eqn.params.items()}
     wider = _WIDER.get(str(eqn.outvars[0].aval.dtype)) if _is_own_sum(eqn, inside) else None
-    if wider:
-        values = [value.astype(wider) for value in values]
-    with eqn.ctx.manager:
-        found = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(params))
-    if wider:
-        found = found.astype(eqn.outvars[0].aval.dtype)
-    return found if eqn.primitive.multiple_results else [found]
+    if not wider:
+        return bind(eqn, values, **changes)
+    (found,) = bind(eqn, [value.astype(wider) for value in values])
+    return [found.astype(eqn.outvars[0].aval.dtype)]
 
 
 def _in_backward_pass(eqn: Any, backward: bool) -> bool:

@@ -9,11 +9,12 @@ from functools import cached_property, partial
 from typing import Any
 
 import jax
-from jax.extend.core import Literal, jaxpr_as_fun
+from jax.extend.core import jaxpr_as_fun
 
+from flax_attn.parity.jaxprs import CALLS, bind, called, interpreted, opened
 from flax_attn.parity.trace.edits import CATALOGUE
-from flax_attn.parity.trace.jax_program import CALLS, _opened, _Scope, _scope_of
-from flax_attn.parity.trace.operation import Compute, Operation, bind
+from flax_attn.parity.trace.jax_program import Scope, scope_of
+from flax_attn.parity.trace.operation import Compute, Operation
 from flax_attn.parity.trace.program import Place, in_library
 
 # The name of the scope around the call of a module; outside of it are operations that build it.
@@ -71,7 +72,7 @@ class Trace:
         """The operations that stand in a line of the user's."""
         found: dict[OperationName, tuple[Path, Operation]] = {}
         counts: Counter[tuple[str, Place]] = Counter()
-        for path, operation, place in _walk(self.closed.jaxpr, (), _Scope(), False):
+        for path, operation, place in _walk(self.closed.jaxpr, (), Scope(), False):
             here = operation.primitive, place
             found[OperationName(*here, counts[here])] = path, operation
             counts[here] += 1
@@ -99,8 +100,7 @@ class Trace:
         if compute is None:
             found = jaxpr_as_fun(self.closed)(*arguments)
         else:
-            jaxpr, consts = _opened(self.closed)
-            found = _edited(jaxpr, path, compute, consts, *arguments)
+            found = _edited(self.closed, path, compute, *arguments)
         return jax.tree.unflatten(self.tree, found)
 
     def _at(self, edit: Edit | None) -> tuple[Path, Compute | None]:
@@ -118,53 +118,46 @@ def traced(function: Callable[..., Any], arguments: Sequence[Any]) -> Trace:
 
 def _inner(equation: Any) -> Sequence[Any]:
     """Return the programs inside an operation that can be edited."""
-    name, params = equation.primitive.name, equation.params
+    name = equation.primitive.name
+    inner = called(equation)
     # A backward pass that is written by hand is not that of an edited program.
-    if name in CALLS and not name.startswith("custom_vjp"):
-        return [params[CALLS[name]]]
+    if inner is not None and not name.startswith("custom_vjp"):
+        return [inner]
     if name in BODIES:
-        body = params[BODIES[name]]
+        body = equation.params[BODIES[name]]
         return body if isinstance(body, tuple) else [body]
     return []
 
 
 def _walk(
-    jaxpr: Any, path: Path, outer: _Scope, called: bool
+    jaxpr: Any, path: Path, outer: Scope, called: bool
 ) -> Iterator[tuple[Path, Operation, Place]]:
     makers = {}
     for i, equation in enumerate(jaxpr.eqns):
         makers |= dict.fromkeys(equation.outvars, equation)
         inside = called or CALLED in str(equation.source_info.name_stack)
-        scope = _scope_of(equation, outer)
+        scope = scope_of(equation, outer)
         place = scope.place
         own = place and not in_library(place.file)
         if place and inside and own and len(equation.outvars) == 1:
             yield (*path, (i, 0)), Operation(equation, makers), place
         for j, inner in enumerate(_inner(equation)):
-            yield from _walk(_opened(inner)[0], (*path, (i, j)), scope, inside)
+            yield from _walk(opened(inner)[0], (*path, (i, j)), scope, inside)
 
 
-def _edited(
-    jaxpr: Any, path: Path, compute: Compute, consts: Sequence[Any], *arguments: Any
-) -> list[Any]:
+def _edited(program: Any, path: Path, compute: Compute, *arguments: Any) -> list[Any]:
     """Return the results of a jaxpr whose operation at a path is edited."""
-    known = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *arguments], strict=True))
-
-    def read(atom: Any) -> Any:
-        return atom.val if isinstance(atom, Literal) else known[atom]
-
     index, inner = path[0]
-    for i, equation in enumerate(jaxpr.eqns):
-        given = [read(atom) for atom in equation.invars]
+
+    def apply(i: int, equation: Any, given: list[Any]) -> Sequence[Any]:
         if i != index:
             # What is not edited runs as a whole, with its own gradient.
-            found = bind(equation, given)
-        elif path[1:]:
-            found = _edited_within(equation, inner, path[1:], compute, given)
-        else:
-            found = [compute(given)]
-        known.update(zip(equation.outvars, found, strict=True))
-    return [read(atom) for atom in jaxpr.outvars]
+            return bind(equation, given)
+        if path[1:]:
+            return _edited_within(equation, inner, path[1:], compute, given)
+        return [compute(given)]
+
+    return interpreted(program, arguments, apply)
 
 
 def _edited_within(
@@ -172,10 +165,10 @@ def _edited_within(
 ) -> list[Any]:
     name = equation.primitive.name
     programs = list(_inner(equation))
-    jaxpr, consts = _opened(programs[inner])
-    run = partial(_edited, jaxpr, path, compute, consts)
+    run = partial(_edited, programs[inner], path, compute)
     if name in CALLS:
         return run(*given)
+    jaxpr, _ = opened(programs[inner])
     avals = [jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype) for atom in jaxpr.invars]
     programs[inner] = jax.make_jaxpr(run)(*avals)
     parameter = BODIES[name]

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.extend.core import Literal
 
-from flax_attn.parity.trace.jax_program import CALLS
+from flax_attn.parity import jaxprs
 from flax_attn.parity.trace.program import Place, place_of
 
 # A variable of the list is a number; a constant that stands in an equation is an array.
@@ -47,19 +47,15 @@ class Equation:
     @property
     def place(self) -> Place | None:
         """The line of source; None where it stands in libraries alone."""
-        traceback = self.source.source_info.traceback
-        frames = traceback.frames if traceback else ()
-        return place_of([(frame.file_name, frame.line_num) for frame in frames])
+        return place_of(jaxprs.frames_of(self.source))
 
     def bind(self, operands: Sequence[Any], single: bool) -> Sequence[Any]:
         """Return the results; `single` computes in float32 what says float64."""
-        primitive, parameters = self.source.primitive, self.parameters
-        if single:
-            operands = [in_single(operand) for operand in operands]
-            parameters = {name: _single(value) for name, value in parameters.items()}
-        with self.source.ctx.manager:
-            found = primitive.bind(*operands, **parameters)
-        return found if primitive.multiple_results else [found]
+        if not single:
+            return jaxprs.bind(self.source, operands)
+        operands = [in_single(operand) for operand in operands]
+        parameters = {name: _single(value) for name, value in self.source.params.items()}
+        return jaxprs.bind(self.source, operands, **parameters)
 
 
 @dataclass
@@ -84,8 +80,9 @@ class Flattened:
             self.given[self._count] = value
         return self._count
 
-    def add(self, jaxpr: Any, consts: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
+    def add(self, program: Any, operands: Sequence[Any]) -> list[Any]:
         """Append the equations of a jaxpr, and return its results."""
+        jaxpr, consts = jaxprs.opened(program)
         known = dict(zip(jaxpr.invars, operands, strict=True))
         known.update(zip(jaxpr.constvars, map(self.new, consts), strict=True))
 
@@ -96,11 +93,9 @@ class Flattened:
 
         for eqn in jaxpr.eqns:
             given = tuple(read(atom) for atom in eqn.invars)
-            name = eqn.primitive.name
-            if name in CALLS:
-                inner = eqn.params[CALLS[name]]
-                called = getattr(inner, "jaxpr", inner)
-                results = self.add(called, getattr(inner, "consts", ()), given)
+            inner = jaxprs.called(eqn)
+            if inner is not None:
+                results = self.add(inner, given)
             else:
                 results = [self.new() for _ in eqn.outvars]
                 self.equations.append(Equation(eqn, given, tuple(results)))
@@ -112,7 +107,7 @@ def flattened(closed: Any, arguments: Sequence[Any]) -> Flattened:
     """Return a jaxpr as one list of equations, with the values of its arguments."""
     found = Flattened()
     operands = [found.new(value) for value in arguments]
-    results = found.add(closed.jaxpr, closed.consts, operands)
+    results = found.add(closed, operands)
     found.outputs = [result for result in results if not isinstance(result, np.ndarray)]
     return found
 

@@ -9,6 +9,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from flax_attn.parity.jaxprs import bind
+
 Arrays = Sequence[np.ndarray]
 
 # How an operation is called in plain notation, where JAX has another name for it.
@@ -28,9 +30,7 @@ NAMES: dict[str, str] = {
     "concatenate": "concat",
     "conv_general_dilated": "conv",
     "rev": "flip",
-    "and": "and",
     "dynamic_slice": "slice",
-    "split": "split",
 }
 ELEMENTWISE: dict[str, Callable[..., Any]] = {
     "add": np.add,
@@ -214,15 +214,10 @@ def _of_numpy(dtype: Any) -> bool:
 
 
 def _bound(eqn: Any) -> Callable[[Arrays], list[np.ndarray]]:
-    primitive, params = eqn.primitive, eqn.params
-    context = eqn.ctx
-
     def function(operands: Arrays) -> list[np.ndarray]:
-        with context.manager:
+        with eqn.ctx.manager:
             given = [_as_jax(operand) for operand in operands]
-            found = primitive.bind(*given, **primitive.get_bind_params(params))
-        results = found if primitive.multiple_results else [found]
-        return [_as_numpy(result) for result in results]
+        return [_as_numpy(result) for result in bind(eqn, given)]
 
     return function
 

@@ -11,27 +11,15 @@ import jax
 import numpy as np
 from jax.extend.core import Literal
 
+from flax_attn.parity.jaxprs import bind, called, frames_of, interpreted, opened
 from flax_attn.parity.trace import jax_numpy, scopes
 from flax_attn.parity.trace.program import Node, Place, Program, place_of
 
-# Operations that only call another program, by the parameter that holds it.
-CALLS = {
-    "jit": "jaxpr",
-    "pjit": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "core_call": "call_jaxpr",
-    "remat2": "jaxpr",
-    "checkpoint": "jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-    "custom_vjp_call_jaxpr": "fun_jaxpr",
-    "custom_lin": "call_jaxpr",
-}
 MODULE = re.compile(r"@([^@]*)@")
 
 
 @dataclass
-class _Scope:
+class Scope:
     """Where the operations of an inner program stand.
 
     Args:
@@ -58,33 +46,33 @@ class _Builder:
         """Append a constant."""
         return self.add(Node("constant", (), np.asarray(value)))
 
-    def run(self, jaxpr: Any, consts: Sequence[Any], operands: Sequence[Node], scope: _Scope):
+    def run(self, program: Any, operands: Sequence[Node], scope: Scope) -> list[Node]:
         """Return the nodes of the results of a jaxpr."""
+        jaxpr, consts = opened(program)
         known = dict(zip(jaxpr.invars, operands, strict=True))
         for variable, value in zip(jaxpr.constvars, consts, strict=True):
-            known[variable] = value if isinstance(value, Node) else self.constant(value)
+            known[variable] = self.constant(value)
 
         def read(atom: Any) -> Node:
             return self.constant(atom.val) if isinstance(atom, Literal) else known[atom]
 
         for eqn in jaxpr.eqns:
             given = [read(atom) for atom in eqn.invars]
+            here = scope_of(eqn, scope)
             # A number stands where it is used.
             for node in given:
                 if node.operation == "constant" and node.place is None:
-                    node.place = _scope_of(eqn, scope).place
-            found = self.evaluate(eqn, given, scope)
+                    node.place = here.place
+            found = self.evaluate(eqn, given, here)
             known.update(zip(eqn.outvars, found, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
 
-    def evaluate(self, eqn: Any, given: list[Node], scope: _Scope) -> list[Node]:
+    def evaluate(self, eqn: Any, given: list[Node], here: Scope) -> list[Node]:
         """Return the nodes of the results of one operation."""
         name = eqn.primitive.name
-        here = _scope_of(eqn, scope)
-        if name in CALLS:
-            inner = eqn.params[CALLS[name]]
-            jaxpr, consts = _opened(inner)
-            return self.run(jaxpr, consts, given, here)
+        inner = called(eqn)
+        if inner is not None:
+            return self.run(inner, given, here)
         if name == "scan":
             return self.scan(eqn, given, here)
         if name == "while":
@@ -92,13 +80,12 @@ class _Builder:
         if name == "cond":
             branches = eqn.params["branches"]
             chosen = int(np.clip(given[0].value, 0, len(branches) - 1))
-            jaxpr, consts = _opened(branches[chosen])
-            return self.run(jaxpr, consts, given[1:], here)
+            return self.run(branches[chosen], given[1:], here)
         if name in ("name", "copy", "copy_p", "optimization_barrier"):
             return given
         return self.primitive(eqn, given, here)
 
-    def primitive(self, eqn: Any, given: list[Node], scope: _Scope) -> list[Node]:
+    def primitive(self, eqn: Any, given: list[Node], scope: Scope) -> list[Node]:
         """Return the nodes of an operation that calls no other program."""
         function = jax_numpy.function_of(eqn)
         found = function([node.value for node in given])
@@ -118,7 +105,7 @@ class _Builder:
             made.append(self.add(node))
         return made
 
-    def scan(self, eqn: Any, given: list[Node], scope: _Scope) -> list[Node]:
+    def scan(self, eqn: Any, given: list[Node], scope: Scope) -> list[Node]:
         """Return the results of a scan, whose steps are evaluated one by one."""
         params = eqn.params
         fixed, carried = params["num_consts"], params["num_carry"]
@@ -127,17 +114,16 @@ class _Builder:
         steps = range(params["length"])
         if params["reverse"]:
             steps = reversed(steps)
-        jaxpr, inner_consts = _opened(params["jaxpr"])
         stacked: dict[int, list[Node]] = {}
         for step in steps:
             sliced = [self.element(sequence, step, scope) for sequence in sequences]
-            found = self.run(jaxpr, inner_consts, [*consts, *carry, *sliced], scope)
+            found = self.run(params["jaxpr"], [*consts, *carry, *sliced], scope)
             carry = found[:carried]
             stacked[step] = found[carried:]
         count = len(eqn.outvars) - carried
         return [*carry, *(self.stack(eqn, stacked, i, scope) for i in range(count))]
 
-    def element(self, sequence: Node, step: int, scope: _Scope) -> Node:
+    def element(self, sequence: Node, step: int, scope: Scope) -> Node:
         """Append one element of the first axis."""
 
         def compute(operands: Sequence[np.ndarray]) -> np.ndarray:
@@ -148,7 +134,7 @@ class _Builder:
         node = Node("element", (sequence,), value, parameters, scope.place, compute=compute)
         return self.add(node)
 
-    def stack(self, eqn: Any, steps: Mapping[int, list[Node]], i: int, scope: _Scope) -> Node:
+    def stack(self, eqn: Any, steps: Mapping[int, list[Node]], i: int, scope: Scope) -> Node:
         """Append what the steps of a scan return, stacked."""
         operands = tuple(steps[step][i] for step in sorted(steps))
         if not operands:
@@ -161,41 +147,31 @@ class _Builder:
         value = compute([node.value for node in operands])
         return self.add(Node("stack", operands, value, {"axis": 0}, scope.place, compute=compute))
 
-    def loop(self, eqn: Any, given: list[Node], scope: _Scope) -> list[Node]:
+    def loop(self, eqn: Any, given: list[Node], scope: Scope) -> list[Node]:
         """Return the results of a while loop, whose turns are evaluated one by one."""
         params = eqn.params
         tested, fixed = params["cond_nconsts"], params["body_nconsts"]
         of_test, of_body = given[:tested], given[tested : tested + fixed]
         state = given[tested + fixed :]
-        test, test_consts = _opened(params["cond_jaxpr"])
-        body, body_consts = _opened(params["body_jaxpr"])
         while True:
-            (going,) = self.run(test, test_consts, [*of_test, *state], scope)
+            (going,) = self.run(params["cond_jaxpr"], [*of_test, *state], scope)
             if not going.value.any():
                 return state
-            state = self.run(body, body_consts, [*of_body, *state], scope)
-
-
-def _opened(inner: Any) -> tuple[Any, Sequence[Any]]:
-    # A ClosedJaxpr holds a Jaxpr and its constants.
-    return getattr(inner, "jaxpr", inner), getattr(inner, "consts", ())
+            state = self.run(params["body_jaxpr"], [*of_body, *state], scope)
 
 
 def _result(function: Callable, i: int) -> Callable[[Sequence[np.ndarray]], np.ndarray]:
     return lambda operands: function(operands)[i]
 
 
-def _scope_of(eqn: Any, outer: _Scope) -> _Scope:
+def scope_of(eqn: Any, outer: Scope) -> Scope:
+    """Return where an operation stands, within an outer program."""
     stack = f"{outer.stack}/{eqn.source_info.name_stack}"
     modules = MODULE.findall(stack)
     module = modules[-1] if modules else ""
-    traceback = eqn.source_info.traceback
-    frames = []
-    for frame in traceback.frames if traceback else ():
-        # Submodules are called through the scope that names them.
-        if frame.file_name != scopes.__file__:
-            frames.append((frame.file_name, frame.line_num))
-    return _Scope(stack, place_of(frames, module) or outer.place)
+    # Submodules are called through the scope that names them.
+    frames = [frame for frame in frames_of(eqn) if frame[0] != scopes.__file__]
+    return Scope(stack, place_of(frames, module) or outer.place)
 
 
 def jax_program(function: Callable[..., Any], sources: Mapping[str, Any]) -> Program:
@@ -223,42 +199,28 @@ def run_of(closed: Any, outputs: Sequence[str], sources: Mapping[str, Any]) -> P
     for name in sorted(sources):
         value = np.asarray(sources[name])
         operands.append(builder.add(Node("source", (), value, name=name)))
-    results = builder.run(closed.jaxpr, closed.consts, operands, _Scope())
+    results = builder.run(closed, operands, Scope())
     return Program(builder.nodes, dict(zip(outputs, results, strict=True)))
 
 
 def evaluated(
-    jaxpr: Any,
-    consts: Sequence[Any],
-    arguments: Sequence[Any],
-    stopped: Collection[tuple[int, int]],
+    program: Any, arguments: Sequence[Any], stopped: Collection[tuple[int, int]]
 ) -> list[Any]:
     """Return the results of a jaxpr that stops other gradients than it says, to differentiate.
 
     Args:
-        jaxpr: jaxpr whose own `stop_gradient` operations are left out.
-        consts: its constants.
+        program: jaxpr whose own `stop_gradient` operations are left out.
         arguments: its arguments.
         stopped: operands to which no gradient flows: the identity of the operation, and the index.
     """
-    known = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *arguments], strict=True))
 
-    def read(atom: Any) -> Any:
-        return atom.val if isinstance(atom, Literal) else known[atom]
-
-    for eqn in jaxpr.eqns:
-        given = [read(atom) for atom in eqn.invars]
+    def apply(_: int, eqn: Any, given: list[Any]) -> Sequence[Any]:
         for i, value in enumerate(given):
             if (id(eqn), i) in stopped:
                 given[i] = jax.lax.stop_gradient(value)
-        name = eqn.primitive.name
-        if name == "stop_gradient":
-            found = given
-        elif name in CALLS:
-            found = evaluated(*_opened(eqn.params[CALLS[name]]), given, stopped)
-        else:
-            with eqn.ctx.manager:
-                result = eqn.primitive.bind(*given, **eqn.primitive.get_bind_params(eqn.params))
-            found = result if eqn.primitive.multiple_results else [result]
-        known.update(zip(eqn.outvars, found, strict=True))
-    return [read(atom) for atom in jaxpr.outvars]
+        if eqn.primitive.name == "stop_gradient":
+            return given
+        inner = called(eqn)
+        return bind(eqn, given) if inner is None else evaluated(inner, given, stopped)
+
+    return interpreted(program, arguments, apply)

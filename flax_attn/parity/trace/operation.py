@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
+from flax_attn.parity.jaxprs import bind
 from flax_attn.parity.trace import jax_numpy
 
 Operands = Sequence[Any]
@@ -71,15 +72,6 @@ class Operation:
         for i, atom in enumerate(self.equation.invars):
             if isinstance(atom, Literal) and np.ndim(atom.val) == 0:
                 yield i, float(atom.val)
-
-
-def bind(equation: Any, operands: Operands, **changes: Any) -> list[Any]:
-    """Return the results of an operation, with changed parameters."""
-    params = {**equation.params, **changes}
-    primitive = equation.primitive
-    with equation.ctx.manager:
-        found = primitive.bind(*operands, **primitive.get_bind_params(params))
-    return list(found) if primitive.multiple_results else [found]
 
 
 def after(change: Callable[[Any], Any], op: Operation) -> Compute:

@@ -76,7 +76,7 @@ def with_stops(pair: Pair, traced: Any, stopped: Collection[tuple[int, int]]) ->
     def weighted(leaves: Sources) -> Any:
         given = {**sources, **leaves}
         arguments = [given[name] for name in sorted(sources)]
-        outputs = evaluated(traced.jaxpr, traced.consts, arguments, stopped)
+        outputs = evaluated(traced, arguments, stopped)
         pairs = zip(sorted(pair.plain.outputs), outputs, strict=True)
         return sum(jnp.sum(x * cotangents[name]) for name, x in pairs if name in cotangents)
 
