@@ -158,6 +158,19 @@ class Alignment:
                 found.setdefault(other, []).append(node)
         return found
 
+    @cached_property
+    def quantities(self) -> dict[Node, int]:
+        """The number of the quantity that each node of either side is, if both sides have it.
+
+        It is the position of the first node of PyTorch that holds it.
+        """
+        found: dict[Node, int] = {}
+        for node, others in self.flax_of.items():
+            same = [other.order for one in others for other in self.torch_of[one]]
+            found[node] = min(same)
+        ours = {node: found[others[0]] for node, others in self.torch_of.items()}
+        return found | ours
+
     def matches(self, node: Node) -> list[Node]:
         """Return the PyTorch nodes that hold the numbers of a JAX node."""
         own = self.numbers(node)

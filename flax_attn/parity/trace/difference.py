@@ -221,8 +221,7 @@ def _steps(alignment: Alignment) -> Iterator[Step]:
 
 
 def _name(node: Node) -> str:
-    module = node.place.module if node.place else ""
-    return f"{module}/{node.operation}" if module else node.operation
+    return f"{node.module}/{node.operation}" if node.module else node.operation
 
 
 def _error(flax: np.ndarray, right: np.ndarray) -> float:
@@ -237,8 +236,7 @@ def _attention(alignment: Alignment) -> dict[str, tuple[np.ndarray, np.ndarray]]
         four = node.operation == "div" and node.value.ndim == 4
         if not four or build(node).operation != "softmax":
             continue
-        name = node.place.module if node.place else ""
-        label = name or "attention"
+        label = node.module or "attention"
         count = sum(key.partition("#")[0] == label for key in found)
         key = f"{label}#{count + 1}" if count else label
         found[key] = np.asarray(node.value), np.asarray(alignment.value(node))

@@ -63,10 +63,10 @@ class _Explained:
 
     def __init__(self, repair: Repair):
         self.repair = repair
-        ours, theirs, named = _leaves(repair.before)
-        self.flax_builder = Builder(ours, repair.before.flax.varying)
-        self.torch_builder = Builder(theirs, repair.before.torch.varying)
-        self.names = Names(named, repair.before, self.torch_builder.written, _module(repair.torch))
+        shared = repair.before.quantities
+        self.flax_builder = Builder(shared, repair.before.flax.varying)
+        self.torch_builder = Builder(shared, repair.before.torch.varying)
+        self.names = Names(repair.before, self.torch_builder.written, repair.torch.module)
         self.flax = self.flax_builder(repair.flax)
         self.torch = self.torch_builder(repair.torch)
 
@@ -102,7 +102,7 @@ class _Explained:
             expression = text(self._expression(node, builder), self.names)
             sides.append(Side(value, expression, places([*origins, node])))
         note = _apart(gap)
-        return Hypothesis(_module(theirs), gap.operation, gap.parameter, *sides, note=note)
+        return Hypothesis(theirs.module, gap.operation, gap.parameter, *sides, note=note)
 
     def _expression(self, node: Node, builder: Builder) -> Expression:
         if node is self.repair.flax:
@@ -114,8 +114,8 @@ class _Explained:
         for node, whole in ((self.repair.flax, self.flax), (self.repair.torch, self.torch)):
             written = text(whole, self.names)
             sides.append(Side(written, written, places([node, *_origins(whole)])))
-        module = _module(self.repair.torch)
-        return Hypothesis(module, self.repair.torch.operation, "expression", *sides)
+        theirs = self.repair.torch
+        return Hypothesis(theirs.module, theirs.operation, "expression", *sides)
 
     def _layout(self) -> Hypothesis:
         """Return what moves numbers to other places, where both compute the same of them."""
@@ -144,7 +144,7 @@ class _Explained:
             moves = steps(alignment, node, is_flax)
             expression = text(builder.written(node), self.names)
             sides.append(Side(shown(moves), expression, places([node, *reversed(moves)])))
-        return Hypothesis(_module(theirs), theirs.operation, "layout", *sides, note=note)
+        return Hypothesis(theirs.module, theirs.operation, "layout", *sides, note=note)
 
     def _parameters(self, ours: Node, theirs: Node) -> Hypothesis:
         """Return the parameters of an operation of the same operands with another result."""
@@ -154,7 +154,7 @@ class _Explained:
             value = f"axis {plain(axes)} of {plain(shape)}"
             expression = text(builder.written(node), self.names)
             sides.append(Side(value, expression, places([node])))
-        return Hypothesis(_module(theirs), theirs.operation, "axes", *sides)
+        return Hypothesis(theirs.module, theirs.operation, "axes", *sides)
 
 
 def _apart(gap: Gap) -> str:
@@ -172,10 +172,6 @@ def _apart(gap: Gap) -> str:
         values = f"flax {plain(ours[first].item())}, torch {plain(there[first].item())}"
         return f"{len(apart)} of {ours.size} elements differ, the first at {plain(first)}: {values}"
     return ""
-
-
-def _module(node: Node) -> str:
-    return node.place.module if node.place else ""
 
 
 def _innermost(flax: Expression, torch: Expression) -> tuple[Node, Node] | None:
@@ -196,19 +192,6 @@ def _along(node: Node) -> tuple:
     """Return the axes along which an operation runs, and the shape that they are axes of."""
     axes = node.parameters.get("axes", node.parameters.get("axis"))
     return axes, node.operands[0].value.shape
-
-
-def _leaves(alignment: Alignment) -> tuple[dict[Node, int], dict[Node, int], dict[int, Node]]:
-    """Return the number of the quantity that each node of either side is, and a node to name it."""
-    theirs: dict[Node, int] = {}
-    shown: dict[int, Node] = {}
-    for node, others in alignment.flax_of.items():
-        same = [other for one in others for other in alignment.torch_of[one]]
-        first = min(same, key=lambda other: other.order)
-        theirs[node] = first.order
-        shown[first.order] = first
-    ours = {node: theirs[others[0]] for node, others in alignment.torch_of.items()}
-    return ours, theirs, shown
 
 
 def _origins(expression: Expression) -> Iterator[Node]:

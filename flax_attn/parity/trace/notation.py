@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from flax_attn.parity.trace.align import Alignment
 from flax_attn.parity.trace.expression import Expression, scaled
-from flax_attn.parity.trace.program import Node, Place, Program
+from flax_attn.parity.trace.program import Node
 
 # The strength with which an operation holds its operands together.
 SUM, PRODUCT, POWER, ATOM = range(4)
 SIGNS = {"lt": "<", "le": "<=", "eq": "==", "ne": "!=", "and": "&", "or": "|"}
-ASSIGNED = re.compile(r"\s*([A-Za-z_]\w*)\s*(?::[^=]+)?=[^=]")
 
 
 # Operations inside the name of a value that has none of its own.
@@ -30,7 +28,6 @@ class Names:
     of the variable that it is assigned to; any other is written out.
 
     Args:
-        nodes: the PyTorch node whose name a shared value takes, by its number.
         alignment: values that both runs have.
         built: function that returns the expression of a PyTorch node.
         module: path of the submodule in which the names stand: what is in it is named from there.
@@ -38,16 +35,12 @@ class Names:
 
     def __init__(
         self,
-        nodes: Mapping[int, Node],
         alignment: Alignment,
         built: Callable[[Node], Expression],
         module: str = "",
     ):
-        self._nodes, self._built = nodes, built
+        self._alignment, self._built = alignment, built
         self._inside = f"{module}." if module else ""
-        self._alignment = alignment
-        self._ours = _last_of_lines(alignment.flax)
-        self._theirs = _last_of_lines(alignment.torch)
         self._names: dict[int, str] = {}
         self._depth = 0
         # How many expressions are being written inside one another.
@@ -55,7 +48,7 @@ class Names:
 
     def __getitem__(self, leaf: int) -> tuple[str, int]:
         """Return the name of a shared value, and how strongly it holds together."""
-        node = self._nodes[leaf]
+        node = self._alignment.torch.nodes[leaf]
         name = self._own_name(node)
         if not name:
             return self._written(node)
@@ -64,12 +57,13 @@ class Names:
         return self._names[leaf], ATOM
 
     def _own_name(self, node: Node) -> str:
+        ours, theirs = self._alignment.flax.results, self._alignment.torch.results
         others = self._alignment.flax_of.get(node, ())
         same = [other for one in others for other in self._alignment.torch_of[one]]
         for other in [node, *same]:
-            if other.name or other in self._theirs:
-                return other.name.removeprefix("parameter ") or self._theirs[other]
-        return next((self._ours[other] for other in others if other in self._ours), "")
+            if other.name or other in theirs:
+                return other.name.removeprefix("parameter ") or theirs[other]
+        return next((ours[other] for other in others if other in ours), "")
 
     def _unique(self, name: str) -> str:
         taken = set(self._names.values())
@@ -89,29 +83,6 @@ class Names:
             return _with_strength(self._built(node), self)
         finally:
             self._depth -= 1
-
-
-def _last_of_lines(program: Program) -> dict[Node, str]:
-    """Return the names of the last values of submodules, and of lines that assign a variable."""
-    modules: dict[str, Node] = {}
-    lines: dict[Place, Node] = {}
-    for node in program.nodes:
-        if node.place is None or not node.operands:
-            continue
-        lines[node.place] = node
-        path = node.place.module
-        while path:
-            modules[path] = node
-            path = path.rpartition(".")[0]
-    found = {}
-    for place, node in lines.items():
-        assigned = ASSIGNED.match(place.source)
-        if assigned:
-            found[node] = assigned[1]
-    # Of submodules that return the same value, the innermost comes last.
-    for path in sorted(modules, key=len):
-        found[modules[path]] = path
-    return found
 
 
 def text(expression: Expression, names: Names) -> str:

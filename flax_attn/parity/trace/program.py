@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import linecache
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,6 +32,8 @@ LIBRARIES = (
     "typeguard",
     "functools",
 )
+# A line that assigns a variable.
+ASSIGNED = re.compile(r"\s*([A-Za-z_]\w*)\s*(?::[^=]+)?=[^=]")
 # Where libraries keep their layers, whose lines are shown if a layer alone is compared.
 LAYERS = ("/flax/nnx/nn/", "/flax/linen/", "/equinox/nn/", "/haiku/_src/", "/torch/nn/modules/")
 # The harness, and the table of variants that calls it.
@@ -95,6 +98,11 @@ class Node:
     compute: Callable[[Sequence[np.ndarray]], np.ndarray] | None = None
 
     @property
+    def module(self) -> str:
+        """The path of the submodule in which it was computed; empty at the top."""
+        return self.place.module if self.place else ""
+
+    @property
     def floating(self) -> bool:
         """Whether the value has a floating dtype."""
         return self.value.dtype.kind == "f"
@@ -143,6 +151,29 @@ class Program:
         for node in self.nodes:
             if node.operation == "source" or any(operand in found for operand in node.operands):
                 found.add(node)
+        return found
+
+    @cached_property
+    def results(self) -> dict[Node, str]:
+        """The names of what submodules return last, and of what lines assign to a variable."""
+        modules: dict[str, Node] = {}
+        lines: dict[Place, Node] = {}
+        for node in self.nodes:
+            if node.place is None or not node.operands:
+                continue
+            lines[node.place] = node
+            path = node.module
+            while path:
+                modules[path] = node
+                path = path.rpartition(".")[0]
+        found = {}
+        for place, node in lines.items():
+            assigned = ASSIGNED.match(place.source)
+            if assigned:
+                found[node] = assigned[1]
+        # Of submodules that return the same value, the innermost comes last.
+        for path in sorted(modules, key=len):
+            found[modules[path]] = path
         return found
 
     def downstream(self, start: Iterable[Node]) -> Iterator[Node]:

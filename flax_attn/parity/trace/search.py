@@ -7,8 +7,9 @@ the difference lies between them and the last values that agree.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -107,8 +108,9 @@ def _next_repair(
     theirs = cone([alignment.torch.outputs[name] for name in wrong], alignment.flax_of)
     best: tuple[Repair, dict[Node, np.ndarray]] | None = None
     most = passed = 0
+    missing = set(theirs)
     for flax, torch in _candidates(alignment, ours, theirs):
-        found = _tried(alignment, flax, torch, set(theirs))
+        found = _tried(alignment, flax, torch, missing)
         if found is None:
             continue
         gain, changed, certain = found
@@ -131,8 +133,8 @@ def _with_repeats(
     current = alignment.value(own)
     repeats = {own: repair.value}
     for node in alignment.flax.nodes:
-        same = node.place == own.place or _same_line(node, own)
-        if node is own or not same or node.operation != own.operation:
+        same = _line(node) == _line(own) and node.operation == own.operation
+        if node is own or not same:
             continue
         value = alignment.value(node)
         if value.shape == current.shape and np.array_equal(value, current):
@@ -142,10 +144,8 @@ def _with_repeats(
     return alignment.flax.rerun(repeats, alignment.changed)
 
 
-def _same_line(one: Node, other: Node) -> bool:
-    if one.place is None or other.place is None:
-        return False
-    return (one.place.file, one.place.line) == (other.place.file, other.place.line)
+def _line(node: Node) -> tuple[str, int] | None:
+    return None if node.place is None else (node.place.file, node.place.line)
 
 
 def _output_repair(
@@ -165,31 +165,28 @@ def _candidates(
 ) -> Iterator[tuple[Node, Node]]:
     """Yield pairs of nodes that may be the same quantity, those near to agreeing values first."""
     depths = _depths(ours, alignment.flax) | _depths(theirs, alignment.torch)
-    users = alignment.flax.users | alignment.torch.users
+    users = alignment.flax.users
     here = [node for node in ours if _is_candidate(node, depths) and not _is_shift(node, users)]
     there = [node for node in theirs if _is_candidate(node, depths)]
     # One side may compute more with a value that both have.
     both = set(_shared_operands(alignment, theirs, depths))
     there += both
-    shared = {node: frozenset(_leaves(node, depths)) for node in [*here, *there]}
-    classes = {
-        node: alignment.torch_of[node][0]
-        for node in alignment.flax.nodes
-        if node in alignment.torch_of
-    }
+    quantities = alignment.quantities
+    leaves: dict[Node, set[Any]] = {}
+    for node in [*here, *there]:
+        leaves[node] = {quantities.get(leaf, leaf) for leaf in _leaves(node, depths)}
     pairs = []
     for flax in here:
-        ours_leaves = {classes.get(leaf, leaf) for leaf in shared[flax]}
         for torch in there:
             if flax.value.size != torch.value.size:
                 continue
-            if torch in both and _class(alignment, torch) not in ours_leaves:
+            if torch in both and quantities[torch] not in leaves[flax]:
                 continue
             # What makes a mask or a table is no value of the run.
             if (flax in alignment.flax.varying) != (torch in alignment.torch.varying):
                 continue
-            theirs_leaves = {_class(alignment, leaf) for leaf in shared[torch]}
-            common = len(ours_leaves & theirs_leaves) / max(len(ours_leaves | theirs_leaves), 1)
+            every = leaves[flax] | leaves[torch]
+            common = len(leaves[flax] & leaves[torch]) / max(len(every), 1)
             pairs.append((depths[flax] + depths[torch], -common, flax.order, flax, torch))
     pairs.sort(key=lambda pair: pair[:3])
     for *_, flax, torch in pairs[:TRIED]:
@@ -208,12 +205,6 @@ def _shared_operands(
                 found[operand] = None
                 depths.setdefault(operand, AFTER)
     return list(found)
-
-
-def _class(alignment: Alignment, leaf: Node) -> Node:
-    """Return the node that stands for all that hold the numbers of a node of PyTorch."""
-    others = alignment.flax_of.get(leaf)
-    return alignment.torch_of[others[0]][0] if others else leaf
 
 
 def _leaves(node: Node, inside: Mapping[Node, int]) -> set[Node]:
@@ -261,25 +252,29 @@ def _depths(nodes: Sequence[Node], program: Program) -> dict[Node, int]:
 
 
 def _tried(
-    alignment: Alignment, flax: Node, torch: Node, theirs: set[Node]
+    alignment: Alignment, flax: Node, torch: Node, missing: set[Node]
 ) -> tuple[int, dict[Node, np.ndarray], bool] | None:
-    """Return what a replacement makes agree, in the layout in which it does; None if nothing."""
+    """Return what a replacement makes agree, in the layout in which it does; None if nothing.
+
+    That is how many of the missing values, the values of JAX that change, and whether the nodes are
+    certainly the same quantity.
+    """
     known = alignment.changed
+    is_output = any(flax is node for node in alignment.flax.outputs.values())
     for value in _layouts(alignment, flax, torch):
         near = alignment.flax.rerun({flax: value}, known, NEXT)
-        is_output = any(flax is node for node in alignment.flax.outputs.values())
-        if not is_output and not _agreeing(alignment, near, {flax}, theirs):
+        if not is_output and not _agreeing(alignment, near, flax, missing):
             continue
         changed = alignment.flax.rerun({flax: value}, known)
-        gain = len(_agreeing(alignment, changed, {flax}, theirs))
+        agreeing = _agreeing(alignment, changed, flax, missing)
+        gain = len(set().union(*agreeing.values()))
         complete = all(
             same_array(changed.get(node, alignment.value(node)), alignment.expected[name])
             for name, node in alignment.flax.outputs.items()
         )
         if gain or complete:
-            together = gain > 1 and _is_certain(alignment, changed, flax, theirs)
-            certain = gain >= SURE or together
-            return gain, changed, complete or certain
+            together = gain > 1 and _is_certain(alignment, changed, agreeing)
+            return gain, changed, complete or gain >= SURE or together
     return None
 
 
@@ -305,27 +300,25 @@ def _layouts(alignment: Alignment, flax: Node, torch: Node) -> Iterator[np.ndarr
 
 
 def _is_certain(
-    alignment: Alignment, changed: dict[Node, np.ndarray], flax: Node, theirs: set[Node]
+    alignment: Alignment, changed: Mapping[Node, np.ndarray], agreeing: Iterable[Node]
 ) -> bool:
     """Whether what agrees is computed with other values as well, not of the replaced one alone."""
-    for node, value in changed.items():
-        if node is flax or node.operation in LAYOUT:
-            continue
+    for node in agreeing:
         others = [x for x in node.operands if x not in changed and x in alignment.torch_of]
-        telling = any(alignment.numbers(other).telling for other in others)
-        if telling and any(other in theirs for other in alignment.matches_array(value)):
+        if any(alignment.numbers(other).telling for other in others):
             return True
     return False
 
 
 def _agreeing(
-    alignment: Alignment, changed: dict[Node, np.ndarray], given: set[Node], theirs: set[Node]
-) -> set[Node]:
-    """Return the nodes of PyTorch that agree with a changed value and did not before."""
-    found: set[Node] = set()
+    alignment: Alignment, changed: Mapping[Node, np.ndarray], given: Node, missing: set[Node]
+) -> dict[Node, set[Node]]:
+    """Return the missing nodes of PyTorch that each changed value agrees with, if there are any."""
+    found: dict[Node, set[Node]] = {}
     for node, value in changed.items():
-        if node in given or node.operation in LAYOUT:
+        if node is given or node.operation in LAYOUT:
             continue
-        matched = alignment.matches_array(value)
-        found |= {other for other in matched if other in theirs}
+        matched = missing.intersection(alignment.matches_array(value))
+        if matched:
+            found[node] = matched
     return found
