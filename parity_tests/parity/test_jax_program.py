@@ -1,7 +1,5 @@
 """The JAX side as a program: its values are those of a run, its lines those of the user's code."""
 
-import inspect
-
 import equinox
 import jax
 import jax.numpy as jnp
@@ -11,6 +9,7 @@ from flax import linen, nnx
 
 from flax_attn.parity.trace import scopes
 from flax_attn.parity.trace.jax_program import jax_program
+from parity_tests.parity.lines import line_of, places
 
 X = np.random.default_rng(0).normal(size=(3, 4))
 
@@ -19,17 +18,6 @@ def run(function, *arrays):
     """Return the program of a function of arrays with one output."""
     sources = {f"{i}": array for i, array in enumerate(arrays or (X,))}
     return jax_program(lambda given: {"output": function(*given.values())}, sources)
-
-
-def line_of(function, text):
-    """Return the number of the one line of a function that contains a text."""
-    lines, first = inspect.getsourcelines(function)
-    (found,) = [i for i, line in enumerate(lines, first) if text in line]
-    return found
-
-
-def places(program, operation):
-    return [node.place for node in program.nodes if node.operation == operation]
 
 
 def looped(x):

@@ -1,7 +1,5 @@
 """The PyTorch side as a program: its values are those of a run, its lines those of the user."""
 
-import inspect
-
 import numpy as np
 import pytest
 import torch
@@ -10,6 +8,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from flax_attn.parity.trace.torch_program import copied, torch_program
+from parity_tests.parity.lines import line_of, places
 
 X = torch.tensor(np.random.default_rng(0).normal(size=(3, 4)))
 
@@ -23,16 +22,6 @@ def run(function, x=X, **sources):
         return {"output": module(x)}
 
     return torch_program(module, call, {"x": x, **sources})
-
-
-def line_of(function, text):
-    lines, first = inspect.getsourcelines(function)
-    (found,) = [i for i, line in enumerate(lines, first) if text in line]
-    return found
-
-
-def places(program, operation):
-    return [node.place for node in program.nodes if node.operation == operation]
 
 
 def norms(x):
