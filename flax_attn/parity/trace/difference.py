@@ -169,8 +169,8 @@ def difference(pair: Pair) -> Difference:
             "the difference is found by running both sides, and one of these is the recording of an"
             " earlier run. Compare where both frameworks are installed"
         )
-    traced = runs.traced(pair)
-    found = search(runs.flax_forward(pair, traced), runs.torch_forward(pair))
+    traced, flax = runs.flax_forward(pair)
+    found = search(flax, runs.torch_forward(pair))
     if found.repairs or found.wrong:
         return _difference(found)
     miscompiled = compiler.of_outputs(pair)
@@ -183,10 +183,10 @@ def _difference(found: Search, backward: bool = False) -> Difference:
     steps = tuple(_steps(found.alignment))
     if not found.repairs and found.wrong:
         parting = tuple(parted(found.alignment, found.wrong))
-        return Difference(parting, tuple(found.wrong), steps, backward, True)
+        return Difference(parting, tuple(found.wrong), steps, backward=backward, unproven=True)
     hypotheses = tuple(explain(found))
     attention = {} if backward else _attention(found.alignment)
-    return Difference(hypotheses, tuple(found.wrong), steps, backward, False, attention)
+    return Difference(hypotheses, tuple(found.wrong), steps, backward=backward, attention=attention)
 
 
 def _backward(pair: Pair, traced: Any, forward: Search) -> Difference:
@@ -198,7 +198,7 @@ def _backward(pair: Pair, traced: Any, forward: Search) -> Difference:
         return same
     stopped = stopped_gradients(pair, traced, forward.alignment)
     if stopped:
-        return Difference(tuple(stopped), (), same.steps, True, False, same.attention)
+        return Difference(tuple(stopped), steps=same.steps, backward=True, attention=same.attention)
     flax, torch, values = runs.backward(pair)
     found = _difference(search(flax, torch, values), backward=True)
     if found.hypotheses or found.remaining:

@@ -23,10 +23,11 @@ from flax_attn.parity.trace.torch_program import copied, torch_program
 Sources = Mapping[str, Any]
 
 
-def flax_forward(pair: Pair, closed: Any) -> Program:
-    """Return the forward pass of the JAX side in float64 and eval mode, from its jaxpr."""
-    _, sources = _flax_function(pair)
-    return run_of(closed, sorted(pair.plain.outputs), sources)
+def flax_forward(pair: Pair) -> tuple[Any, Program]:
+    """Return the forward pass of the JAX side in float64 and eval mode: its jaxpr, and its run."""
+    forward, sources = _flax_function(pair)
+    traced, shape = jax.make_jaxpr(forward, return_shape=True)(sources)
+    return traced, run_of(traced, sorted(shape), sources)
 
 
 def torch_forward(pair: Pair) -> Program:
@@ -61,33 +62,33 @@ def backward(pair: Pair) -> tuple[Program, Program, Arrays]:
     return flax, Program(theirs.nodes, outputs), wanted
 
 
-def with_stops(pair: Pair, traced: Any, stopped: Collection[tuple[int, int]]) -> dict[str, float]:
-    """Return the errors of the gradients of JAX when they are stopped at other operations.
+def gradients_with_stops(
+    pair: Pair, traced: Any
+) -> Callable[[Collection[tuple[int, int]]], dict[str, float]]:
+    """Return a function of where gradients stop in JAX that returns the errors of all gradients.
 
     Args:
         pair: pair of modules.
-        traced: jaxpr of the JAX side.
-        stopped: operands to which no gradient flows, as `jax_program.evaluated` takes them.
+        traced: jaxpr of the JAX side; the operands to which no gradient flows are those of its
+            operations, as `jax_program.evaluated` takes them.
     """
     _, sources = _flax_function(pair)
     cotangents = pair.flax.arrays(pair.cotangents)  # pyright: ignore[reportAttributeAccessIssue]
     wanted, _ = _wanted(pair)
 
-    def weighted(leaves: Sources) -> Any:
-        given = {**sources, **leaves}
-        arguments = [given[name] for name in sorted(sources)]
-        outputs = evaluated(traced, arguments, stopped)
-        pairs = zip(sorted(pair.plain.outputs), outputs, strict=True)
-        return sum(jnp.sum(x * cotangents[name]) for name, x in pairs if name in cotangents)
+    def errors(stopped: Collection[tuple[int, int]]) -> dict[str, float]:
+        def weighted(leaves: Sources) -> Any:
+            given = {**sources, **leaves}
+            arguments = [given[name] for name in sorted(sources)]
+            outputs = evaluated(traced, arguments, stopped)
+            pairs = zip(sorted(pair.plain.outputs), outputs, strict=True)
+            return sum(jnp.sum(x * cotangents[name]) for name, x in pairs if name in cotangents)
 
-    found = jax.grad(weighted)({name: sources[name] for name in wanted})
-    return tolerance.gradient_errors({name: np.asarray(x) for name, x in found.items()}, wanted)
+        found = jax.grad(weighted)({name: sources[name] for name in wanted})
+        arrays = {name: np.asarray(gradient) for name, gradient in found.items()}
+        return tolerance.gradient_errors(arrays, wanted)
 
-
-def traced(pair: Pair) -> Any:
-    """Return the jaxpr of the forward pass of the JAX side."""
-    forward, sources = _flax_function(pair)
-    return jax.make_jaxpr(forward)(sources)
+    return errors
 
 
 def _flax_function(pair: Pair) -> tuple[Callable[[Sources], dict[str, jax.Array]], dict[str, Any]]:

@@ -36,11 +36,11 @@ def stopped_gradients(pair: Pair, traced: object, alignment: Alignment) -> list[
     for node in theirs:
         attempts += [([], [node], own | {key}) for key in _candidates(alignment, node)]
     attempts = attempts[:TRIED]
+    errors = runs.gradients_with_stops(pair, traced)
     for removed, put, stopped in attempts:
         if not (removed or put):
             continue
-        errors = runs.with_stops(pair, traced, stopped)
-        if all(error <= tolerance.GRADIENT for error in errors.values()):
+        if all(error <= tolerance.GRADIENT for error in errors(stopped).values()):
             uses = _nodes(alignment, stopped - own)
             found = [_hypothesis(node, alignment.torch_of.get(node, ())) for node in removed]
             found += [_hypothesis(node, uses) for node in put]

@@ -165,11 +165,7 @@ def _attention(
 
 
 class _Recorder(TorchDispatchMode):
-    """Keeps every operation below it.
-
-    Args:
-        names: names of the tensors that the run is given, by their identity as `_identity` has it.
-    """
+    """Keeps every operation below it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -315,7 +311,7 @@ def _is_same(name: str, found: Any, given: list[Any]) -> bool:
     """Whether an operation returns the same numbers in other memory."""
     if not isinstance(found, torch.Tensor) or not given:
         return False
-    unchanged = name in ("cast", "to") and found.dtype == given[0].dtype
+    unchanged = name == "cast" and found.dtype == given[0].dtype
     return unchanged or name in torch_names.SAME
 
 
