@@ -65,6 +65,7 @@ class GPT2(LanguageModel[GPT2Config]):
         ValueError: where its layers do.
 
     Example:
+        >>> import jax.numpy as jnp
         >>> model = GPT2(GPT2Config(6, 2, 3, context_length=8, vocab_size=11), rngs=nnx.Rngs(0))
         >>> model(jnp.ones((4, 5), int)).shape
         (4, 5, 11)

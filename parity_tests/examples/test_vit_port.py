@@ -35,7 +35,8 @@ def test_both_faults_have_a_name(monkeypatch):
     first, split, second, last = report.causes
     norms = "flax adds 1e-06, torch 1e-05"
     assert first == f"blocks.0.norm1 (also blocks.1.norm1): {norms}"
-    assert split.startswith("blocks.0.attn.qkv (also blocks.1.attn.qkv): the same numbers are laid")
+    attentions = "blocks.0.attn (also blocks.1.attn)"
+    assert split.startswith(f"{attentions}: the same numbers are laid out differently")
     assert second == f"blocks.0.norm2 (also blocks.1.norm2): {norms}"
     assert last == f"norm: {norms}"
     assert "vit_port.py:21" in str(report.difference)
