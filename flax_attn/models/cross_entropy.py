@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int32
 
 from flax_attn.functional.dtypes import accumulation_dtype
 from flax_attn.sharding.axes import axes_in, free_axes, mesh_in_use, place, place_like, spec
-from flax_attn.sharding.parameters import specs
+from flax_attn.sharding.parameter_axes import specs
 
 _ROWS = 512  # tokens whose logits are in memory at a time
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from math import prod
 from types import MappingProxyType
 from typing import Any
@@ -14,6 +15,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 Rules = Mapping[str, tuple[str, ...]]
+AxisName = str | Sequence[str] | None
 
 #: The mesh axes over which each logical axis is split: those of them that the mesh in use has. Of
 #: two axes of one array that ask for the same mesh axis, the first gets it.
@@ -117,23 +119,44 @@ def free_axes(mesh: Any) -> set[str]:
     return {axis for axis, kind in kinds if kind != AxisType.Manual}
 
 
-def mesh_axes(name: str | None, mesh: Any) -> tuple[str, ...]:
+def mesh_axes(name: AxisName, mesh: Any) -> tuple[str, ...]:
     """Return the axes of a mesh, larger than 1, that an axis of that name is split over.
 
-    Not those that the code around computes on by itself, in `jax.shard_map`.
+    A name is one of the table, an axis of the mesh, or several of them. Axes that the code around
+    computes on by itself, in `jax.shard_map`, are left out.
+
+    Raises:
+        ValueError: if the name is neither in the table nor an axis of the mesh.
 
     Example:
-        >>> mesh_axes("batch", jax.sharding.AbstractMesh((4, 1), ("data", "fsdp")))
-        ('data',)
+        >>> mesh = jax.sharding.AbstractMesh((4, 1), ("data", "fsdp"))
+        >>> mesh_axes("batch", mesh), mesh_axes("data", mesh)
+        (('data',), ('data',))
     """
-    wanted = () if name is None else table()[name]
+    wanted = _axes_named(name, mesh)
     usable = free_axes(mesh)
     return tuple(axis for axis in wanted if axis in usable and mesh.shape[axis] > 1)
 
 
-def spec(
-    names: Sequence[str | None], mesh: Any, shape: Sequence[int] | None = None
-) -> PartitionSpec:
+def _axes_named(name: AxisName, mesh: Any) -> tuple[str, ...]:
+    if name is None:
+        return ()
+    if not isinstance(name, str):
+        parts = [_axes_named(part, mesh) for part in name]
+        return tuple(chain.from_iterable(parts))
+    lines = table()
+    if name in lines:
+        return lines[name]
+    if name in mesh.axis_names:
+        return (name,)
+    raise ValueError(
+        f"the name of an axis must be an axis of the mesh, {', '.join(mesh.axis_names)}, or a line"
+        f" of the table, {', '.join(lines)}; got {name!r}. Give the mesh that axis (of size 1 it"
+        " splits nothing), or say what the name means with flax.nnx.logical_axis_rules"
+    )
+
+
+def spec(names: Sequence[AxisName], mesh: Any, shape: Sequence[int] | None = None) -> PartitionSpec:
     """Return the partition spec of an array whose axes have these names; None is never split.
 
     With a `shape`, axes that their mesh axes do not divide are not split either.

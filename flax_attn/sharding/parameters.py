@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 from jaxtyping import PyTree
 
-from flax_attn.sharding.axes import axes_in, spec, table
+from flax_attn.sharding.parameter_axes import UNIT, check_mesh, specs
+from flax_attn.sharding.sharding_table import warn_of_whole
 
 M = TypeVar("M", bound=nnx.Pytree)
-S = TypeVar("S")
-_UNIT = "sharding_unit"
 
 
 def named(*axes: str | None, unit: tuple[int, ...] = ()) -> dict[str, Any]:
@@ -37,7 +36,7 @@ def named(*axes: str | None, unit: tuple[int, ...] = ()) -> dict[str, Any]:
     return {
         "out_sharding": axes,
         "eager_sharding": False,
-        **({_UNIT: unit} if max(unit, default=1) > 1 else {}),
+        **({UNIT: unit} if max(unit, default=1) > 1 else {}),
     }
 
 
@@ -51,7 +50,7 @@ def name_first_axis(variable: nnx.Variable) -> None:
         >>> kernels.out_sharding
         (None, 'embed', 'hidden')
     """
-    for field, first in {"out_sharding": None, _UNIT: 1}.items():
+    for field, first in {"out_sharding": None, UNIT: 1}.items():
         if variable.get_metadata().get(field):
             variable.set_metadata(field, (first, *variable.get_metadata(field)))
 
@@ -66,7 +65,7 @@ def unname_first_axis(variable: nnx.Variable) -> None:
         >>> kernel.out_sharding
         ('embed', 'hidden')
     """
-    for field in ("out_sharding", _UNIT):
+    for field in ("out_sharding", UNIT):
         if variable.get_metadata().get(field):
             variable.set_metadata(field, variable.get_metadata(field)[1:])
 
@@ -74,35 +73,43 @@ def unname_first_axis(variable: nnx.Variable) -> None:
 def shardings(tree: Any, mesh: Any) -> PyTree[NamedSharding]:
     """Return the shardings of a model or an optimizer on a mesh, in the form of its `nnx.state`.
 
-    The names of their axes and the table decide, see `rules`. Variables without names are on every
-    device, and axes that their mesh axes do not divide are whole. What optax keeps of a parameter
-    lies as the parameter does.
+    The names of their axes decide: lines of the table, see `rules`, axes of the mesh, and what
+    Flax's `logical_axis_rules` make of them. Of a parameter of two axes or more that names none,
+    the largest axis that divides is split over `fsdp`, if the mesh has it; other variables without
+    names are on every device. Axes that their mesh axes do not divide are whole. What optax keeps
+    of a parameter lies as the parameter does. `sharding_table` prints it.
 
     Args:
         tree: a module, an `nnx.Optimizer` or the state of one; `abstract` makes one without arrays.
         mesh: mesh with at least one axis of the table.
 
     Raises:
-        ValueError: if the mesh has no axis of the table.
+        ValueError: if an axis has a name that is neither in the table nor an axis of the mesh, or
+            if the mesh has no axis of the table and no parameter names one of its axes.
 
     Example:
         >>> from flax_attn import FeedForward
+        >>> from jax.sharding import PartitionSpec
         >>> mesh = jax.sharding.AbstractMesh((4, 2), ("data", "tensor"))
         >>> found = shardings(FeedForward(6, 8, rngs=nnx.Rngs(0)), mesh)
         >>> kernel = found["layers"][0]["kernel"].get_value()
         >>> kernel.spec == PartitionSpec(None, "tensor")
         True
     """
-    check_mesh(mesh)
     state = tree if isinstance(tree, nnx.State) else nnx.state(tree)
-    return jax.tree.map(lambda to: NamedSharding(mesh, to), specs(state, mesh))
+    found = specs(state, mesh)
+    if not any(any(where) for where in jax.tree.leaves(found)):
+        check_mesh(mesh)
+    return jax.tree.map(lambda to: NamedSharding(mesh, to), found)
 
 
 def shard(tree: M, mesh: Any) -> M:
     """Place the arrays of a model or an optimizer on a mesh, as `shardings` says, and return it.
 
+    Warns of large parameters that stay whole on every device because their axes have no names.
+
     Raises:
-        ValueError: if the mesh has no axis of the table.
+        ValueError: where `shardings` does.
 
     Example:
         >>> from flax_attn import FeedForward
@@ -111,7 +118,9 @@ def shard(tree: M, mesh: Any) -> M:
         ('data',)
     """
     state = nnx.state(tree)
-    nnx.update(tree, jax.tree.map(_put, state, shardings(state, mesh)))
+    where = shardings(state, mesh)
+    warn_of_whole(state, mesh)
+    nnx.update(tree, jax.tree.map(_put, state, where))
     return tree
 
 
@@ -126,7 +135,7 @@ def _put(array: Any, where: NamedSharding) -> Any:
 def create(build: Callable[..., M], mesh: Any, *modules: nnx.Pytree) -> M:
     """Return `build(*modules)` with its arrays made in place on a mesh.
 
-    No array is ever whole on one device.
+    No array is ever whole on one device, but for those of which it warns, as `shard` does.
 
     Args:
         build: function that makes a model or an optimizer.
@@ -134,7 +143,7 @@ def create(build: Callable[..., M], mesh: Any, *modules: nnx.Pytree) -> M:
         modules: arguments of `build`, modules that lie on the mesh already.
 
     Raises:
-        ValueError: if the mesh has no axis of the table.
+        ValueError: where `shardings` does.
 
     Example:
         >>> import optax
@@ -153,7 +162,9 @@ def create(build: Callable[..., M], mesh: Any, *modules: nnx.Pytree) -> M:
         return build(*nnx.merge(graph, state))
 
     shapes = abstract(run, state)
-    make = jax.jit(lambda state: nnx.state(run(state)), out_shardings=shardings(shapes, mesh))
+    where = shardings(shapes, mesh)
+    warn_of_whole(nnx.state(shapes), mesh)
+    make = jax.jit(lambda state: nnx.state(run(state)), out_shardings=where)
     return nnx.merge(nnx.graphdef(shapes), make(state))
 
 
@@ -170,55 +181,6 @@ def abstract(build: Callable[..., M], *arguments: Any) -> M:
     return nnx.merge(*jax.eval_shape(lambda *arguments: nnx.split(build(*arguments)), *arguments))
 
 
-def check_mesh(mesh: Any) -> None:
-    """Raise unless a mesh has an axis of the table."""
-    known = dict.fromkeys(axis for axes in table().values() for axis in axes)
-    if known.keys().isdisjoint(mesh.axis_names):
-        raise ValueError(
-            f"a mesh must have an axis of the table, {', '.join(known)}; got the axes"
-            f" {', '.join(mesh.axis_names)}. Name an axis of the mesh so, or change the table with"
-            " flax_attn.sharding.rules"
-        )
-
-
 def sharding_of(variable: nnx.Variable, mesh: Any) -> NamedSharding:
     """Return where a variable lies on a mesh; see `shardings`."""
     return NamedSharding(mesh, specs(variable, mesh).get_value())
-
-
-def specs(state: S, mesh: Any, only: str | None = None, but: Collection[str] = ()) -> S:
-    """Return how the variables of a state are split over a mesh.
-
-    Args:
-        state: state of Flax variables.
-        mesh: mesh with axes of the table.
-        only: the one name whose axes are split; None is all.
-        but: mesh axes that are used otherwise: what would be split over one of them is whole.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> mesh = jax.sharding.AbstractMesh((4, 2), ("fsdp", "tensor"))
-        >>> param = nnx.Param(jnp.ones((6, 8)), **named("vocab", "embed"))
-        >>> specs(param, mesh, only="vocab").get_value() == PartitionSpec("tensor", None)
-        True
-    """
-
-    def of_one(x: nnx.Variable) -> nnx.Variable:
-        names, shape = x.get_metadata().get("out_sharding"), x.shape
-        if not names or len(names) != len(
-            shape
-        ):  # some optimizers keep sums over axes of a parameter
-            return x.replace(PartitionSpec())
-        unit = x.get_metadata().get(_UNIT, (1,) * len(shape))
-        found = spec(names, mesh, [size // each for size, each in zip(shape, unit, strict=True)])
-        wanted = (
-            only in (None, name) and not set(axes_in(entry)) & set(but)
-            for name, entry in zip(names, found, strict=True)
-        )
-        return x.replace(
-            PartitionSpec(
-                *(entry if keep else None for keep, entry in zip(wanted, found, strict=True))
-            )
-        )
-
-    return jax.tree.map(of_one, state, is_leaf=lambda x: isinstance(x, nnx.Variable))

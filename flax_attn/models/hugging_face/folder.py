@@ -44,7 +44,8 @@ from flax_attn.models.hugging_face.replacement import named_apart, replace_model
 from flax_attn.models.hugging_face.streams import fork_streams
 from flax_attn.models.hugging_face.values import Memory, OnMesh
 from flax_attn.modules.initialisation import check_dtypes
-from flax_attn.sharding.parameters import abstract, check_mesh, shard
+from flax_attn.sharding.parameter_axes import check_mesh
+from flax_attn.sharding.parameters import abstract, shard
 
 M = TypeVar("M", bound=nnx.Module)
 

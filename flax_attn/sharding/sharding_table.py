@@ -1,0 +1,155 @@
+"""The table of how a model is split over a mesh, and the warning about what is not."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from flax import nnx
+from jax.sharding import PartitionSpec
+
+from flax_attn.sharding.axes import axes_in, mesh_axes, table
+from flax_attn.sharding.parameter_axes import given_names, specs
+
+# The lines of `RULES` that split parameters: a mesh with none of their axes copies all of them.
+_OF_PARAMETERS = ("heads", "kv_heads", "hidden", "vocab", "expert", "embed")
+# Vectors, and matrices that are smaller beside the rest than this share, are not worth a word.
+_NOTABLE = 0.01
+
+
+@dataclass(frozen=True)
+class Placement:
+    """How one array is split.
+
+    Args:
+        path: path of the array in the model.
+        shape: shape of the whole array.
+        names: names of its axes as the model gives them, or None.
+        spec: mesh axes that each axis is split over.
+        size: bytes of the whole array.
+        share: bytes on each device.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    names: tuple[Any, ...] | None
+    spec: PartitionSpec
+    size: int
+    share: int
+
+    @property
+    def whole(self) -> bool:
+        """Whether every device has all of it."""
+        return self.share == self.size
+
+
+@dataclass(frozen=True)
+class ShardingTable:
+    """The result of `sharding_table`: a line for each array of parameters.
+
+    Args:
+        axes: axes of the mesh and their sizes.
+        placements: how each array is split, in the order of the model.
+    """
+
+    axes: dict[str, int]
+    placements: tuple[Placement, ...]
+
+    @property
+    def size(self) -> int:
+        """Bytes of all arrays."""
+        return sum(one.size for one in self.placements)
+
+    @property
+    def share(self) -> int:
+        """Bytes on each device."""
+        return sum(one.share for one in self.placements)
+
+    @property
+    def unnamed(self) -> tuple[Placement, ...]:
+        """Arrays that are whole on every device, name no axis, and are not small."""
+        least = _NOTABLE * self.size
+        large = [one for one in self.placements if len(one.shape) > 1 and one.size > least]
+        return tuple(one for one in large if one.whole and not one.names)
+
+    def __str__(self) -> str:
+        mesh = ", ".join(f"{name}={size}" for name, size in self.axes.items())
+        devices = prod(self.axes.values())
+        lines = [
+            f"{_bytes(self.size)} over {devices} devices ({mesh}): {_bytes(self.share)} on each"
+        ]
+        paths = max((len(one.path) for one in self.placements), default=0)
+        shapes = max((len(str(one.shape)) for one in self.placements), default=0)
+        for one in self.placements:
+            split = "whole" if one.whole else _entries(one.spec)
+            lines.append(
+                f"{one.path:{paths}}  {one.shape!s:{shapes}}  {_bytes(one.share):>9}  {split}"
+            )
+        return "\n".join(lines)
+
+
+def sharding_table(tree: Any, mesh: Any) -> ShardingTable:
+    """Return how the parameters of a model are split over a mesh, as `shard` splits them.
+
+    Nothing is moved: the model may be one of `nnx.eval_shape`, and the mesh an `AbstractMesh`.
+
+    Args:
+        tree: a module, or the state of one.
+        mesh: mesh.
+
+    Raises:
+        ValueError: if an axis has a name that is neither in the table nor an axis of the mesh.
+
+    Example:
+        >>> from jax.sharding import AbstractMesh, AxisType
+        >>> mesh = AbstractMesh((4, 2), ("fsdp", "tensor"), (AxisType.Auto,) * 2)
+        >>> print(sharding_table(nnx.Linear(512, 256, rngs=nnx.Rngs(0)), mesh))
+        513.0 KiB over 8 devices (fsdp=4, tensor=2): 129.0 KiB on each
+        bias    (256,)        1.0 KiB  whole
+        kernel  (512, 256)  128.0 KiB  fsdp, -
+    """
+    found = []
+    for path, param in nnx.to_flat_state(nnx.filter_state(nnx.state(tree), nnx.Param)):
+        where = specs(param, mesh).get_value()
+        pieces = [mesh.shape[axis] for entry in where for axis in axes_in(entry)]
+        size = prod(param.shape) * param.dtype.itemsize
+        name = ".".join(map(str, path))
+        names = given_names(param)
+        found.append(Placement(name, param.shape, names, where, size, size // prod(pieces)))
+    return ShardingTable(dict(mesh.shape), tuple(found))
+
+
+def warn_of_whole(tree: Any, mesh: Any) -> None:
+    """Warn of large parameters without axis names that stay whole on all devices of a mesh.
+
+    A mesh that splits no parameters, for data or tokens alone, copies all of them, as it should.
+    """
+    lines = [name for name in _OF_PARAMETERS if name in table()]
+    if not any(mesh_axes(name, mesh) for name in lines):
+        return
+    found = sharding_table(tree, mesh)
+    if not found.unnamed:
+        return
+    sizes = [f"{one.path} {one.shape}" for one in found.unnamed]
+    more = f" and {len(sizes) - 5} more" if len(sizes) > 5 else ""
+    amount = sum(one.size for one in found.unnamed)
+    warnings.warn(
+        f"{len(sizes)} parameters without axis names, {_bytes(amount)} of {_bytes(found.size)},"
+        f" stay whole on each of the {mesh.size} devices: {', '.join(sizes[:5])}{more}. Name their"
+        " axes with flax.nnx.with_partitioning, or give the mesh an fsdp axis that divides one of"
+        " them; flax_attn.sharding.sharding_table(model, mesh) prints how each is split",
+        stacklevel=3,
+    )
+
+
+def _entries(where: PartitionSpec) -> str:
+    axes = [" x ".join(axes_in(entry)) or "-" for entry in where]
+    return ", ".join(axes)
+
+
+def _bytes(count: int) -> str:
+    if count < 2**20:
+        return f"{count / 2**10:.1f} KiB"
+    return f"{count / 2**20:.1f} MiB" if count < 2**30 else f"{count / 2**30:.2f} GiB"
