@@ -63,7 +63,7 @@ def check_boolean(is_boolean: bool, dtype: Any, cast: str) -> None:
     if not is_boolean:
         raise ValueError(
             f"mask must be boolean, True = attend; got dtype {dtype}. To add numbers to the scores"
-            f" pass them as bias; for 0/1 integers write mask.{cast}"
+            f" pass them as bias; for a mask of 0 and 1 write mask.{cast}"
         )
 
 

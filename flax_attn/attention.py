@@ -9,6 +9,7 @@ from einops import rearrange
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
+from attn_spec.attention_checks import names_remedies
 from flax_attn.backends import reference
 from flax_attn.backends.call import Call, prepare
 from flax_attn.backends.choose import choose
@@ -35,6 +36,7 @@ class AttentionOptions(TypedDict, total=False):
     backend: str
 
 
+@names_remedies
 def dot_product_attention(
     query: Query,
     key: Key,
@@ -42,6 +44,7 @@ def dot_product_attention(
     bias: Array | None = None,
     mask: Mask | Array | None = None,
     *,
+    is_causal: bool = False,
     scale: float | None = None,
     soft_cap: float | None = None,
     score: Callable | ScoreFunction | None = None,
@@ -69,6 +72,7 @@ def dot_product_attention(
         value: `(b, s, k, v)` or `(s, k, v)`.
         bias: numbers added to the scaled scores; broadcasts to `(b, n, t, s)`. `-inf` hides.
         mask: a `Mask`, or a boolean array that broadcasts to `(b, n, t, s)`, True = attend.
+        is_causal: whether the mask is also causal, as by `mask & Mask.causal()`.
         scale: factor on the scores, a finite number or an array of shape `()`; None is `1 /
             sqrt(h)`.
         soft_cap: bound of the scores, `soft_cap * tanh(scores / soft_cap)`; a number known before
@@ -91,6 +95,8 @@ def dot_product_attention(
         ValueError: if an argument is no array or number, if shapes, dtypes, mask or bias do not fit
             one another, if a causal mask has no offset although t != s, or if the backend is
             unknown.
+        TypeError: for an argument that it does not have; those of other libraries are named with
+            what to pass instead.
         Unsupported: a `ValueError`, if a backend that is asked for by name cannot honour the call.
 
     Example:
@@ -111,9 +117,10 @@ def dot_product_attention(
         "precision": precision,
         "backend": backend,
     }
-    return attend(query, key, value, bias, mask, **options).output
+    return attend(query, key, value, bias, mask, is_causal=is_causal, **options).output
 
 
+@names_remedies
 def attend(
     query: Query,
     key: Key,
@@ -121,6 +128,7 @@ def attend(
     bias: Array | None = None,
     mask: Mask | Array | None = None,
     *,
+    is_causal: bool = False,
     scale: float | None = None,
     soft_cap: float | None = None,
     score: Callable | ScoreFunction | None = None,
@@ -144,7 +152,8 @@ def attend(
         ((2, 5, 4, 8), (2, 4, 5, 5))
     """
     numerics = {"scale": scale, "soft_cap": soft_cap, "dropout": dropout, "precision": precision}
-    call = prepare(query, key, value, bias, mask, score=score, sinks=sinks, **numerics)
+    what = {"is_causal": is_causal, "score": score, "sinks": sinks}
+    call = prepare(query, key, value, bias, mask, **what, **numerics)
     named = {name: checkpoint_name(getattr(call, name), name) for name in _INPUTS}
     output, weights = _attend(replace(call, **named), backend, return_weights)
     output = checkpoint_name(output, "context")

@@ -15,6 +15,7 @@ from attn_spec.attention_checks import (
     check_scale,
     check_sinks,
     check_soft_cap,
+    names_remedies,
 )
 from attn_spec.checks import check_choice, check_type
 from torch_ref.functional.cache_base import Cache
@@ -46,6 +47,7 @@ class AttentionOptions(TypedDict, total=False):
     backend: str
 
 
+@names_remedies
 def dot_product_attention(
     query: Query,
     key: Key,
@@ -53,6 +55,7 @@ def dot_product_attention(
     bias: Tensor | None = None,
     mask: Mask | Tensor | None = None,
     *,
+    is_causal: bool = False,
     scale: float | None = None,
     soft_cap: float | None = None,
     score: Callable | ScoreFunction | None = None,
@@ -75,6 +78,7 @@ def dot_product_attention(
         value: `(b, s, k, v)` or `(s, k, v)`.
         bias: numbers added to the scaled scores; broadcasts to `(b, n, t, s)`. `-inf` hides.
         mask: a `Mask`, or a boolean array that broadcasts to `(b, n, t, s)`, True = attend.
+        is_causal: whether the mask is also causal, as by `mask & Mask.causal()`.
         scale: factor on the scores, a finite number or an array of shape `()`; None is `1 /
             sqrt(h)`.
         soft_cap: bound of the scores, `soft_cap * tanh(scores / soft_cap)`; a number known before
@@ -95,6 +99,8 @@ def dot_product_attention(
         ValueError: if an argument is no array or number, if shapes, dtypes, mask or bias do not fit
             one another, if a causal mask has no offset although t != s, or if the backend is
             unknown.
+        TypeError: for an argument that it does not have; those of other libraries are named with
+            what to pass instead.
 
     Example:
         >>> import torch
@@ -113,9 +119,10 @@ def dot_product_attention(
         "dropout": dropout,
         "backend": backend,
     }
-    return attend(query, key, value, bias, mask, **options).output
+    return attend(query, key, value, bias, mask, is_causal=is_causal, **options).output
 
 
+@names_remedies
 def attend(
     query: Query,
     key: Key,
@@ -123,6 +130,7 @@ def attend(
     bias: Tensor | None = None,
     mask: Mask | Tensor | None = None,
     *,
+    is_causal: bool = False,
     scale: float | None = None,
     soft_cap: float | None = None,
     score: Callable | ScoreFunction | None = None,
@@ -148,6 +156,7 @@ def attend(
         check_argument(name, x, Tensor, f"Pass torch.as_tensor({name})")
     shapes = tuple(query.shape), tuple(key.shape), tuple(value.shape)
     check_inputs(*shapes, tuple(_dtype(x) for x in (query, key, value)))
+    check_type("is_causal", is_causal, bool, "True or False")
     check_soft_cap(soft_cap)
     check_backend(backend)
     check_type("dropout", dropout, KeyedDropout | None, "dropout=KeyedDropout(0.1, key)")
@@ -164,12 +173,13 @@ def attend(
         bias = bias.reshape((1,) * (4 - bias.ndim) + tuple(bias.shape))
     if sinks is not None:
         query, sinks = without_nonfinite_sinks(query, _as_sinks(sinks, query.shape[2]))
+    mask = as_mask(mask) & Mask.causal() if is_causal else as_mask(mask)
     output, weights = reference_attention(
         query,
         key,
         value,
         bias,
-        as_mask(mask).resolve(*shape),
+        mask.resolve(*shape),
         scale=query.shape[-1] ** -0.5 if scale is None else _as_scale(scale),
         soft_cap=soft_cap,
         score=score if score is None or isinstance(score, ScoreFunction) else ScoreFunction(score),

@@ -190,6 +190,7 @@ def prepare(
     bias: Array | None = None,
     mask: Mask | Array | None = None,
     *,
+    is_causal: bool = False,
     scale: float | None = None,
     soft_cap: float | None = None,
     score: Callable | ScoreFunction | None = None,
@@ -206,6 +207,7 @@ def prepare(
     check_inputs(
         query.shape, key.shape, value.shape, (query.dtype.name, key.dtype.name, value.dtype.name)
     )
+    check_type("is_causal", is_causal, bool, "True or False")
     check_soft_cap(soft_cap)
     check_precision(precision)
     check_type("dropout", dropout, KeyedDropout | None, "dropout=KeyedDropout(0.1, key)")
@@ -221,7 +223,8 @@ def prepare(
         bias = bias.reshape((1,) * (4 - bias.ndim) + bias.shape)
     dtype = accumulation_dtype(query.dtype)
     scale = query.shape[-1] ** -0.5 if scale is None else _as_scale(scale, dtype)
-    mask = as_mask(mask).resolve(*shape)
+    mask = as_mask(mask) & Mask.causal() if is_causal else as_mask(mask)
+    mask = mask.resolve(*shape)
     soft_cap = None if soft_cap is None else float(soft_cap)
     traced = _traced(score, shape, dtype)
     if sinks is not None:

@@ -52,6 +52,14 @@ SAME = {
         r"shape \(b, t, n, h\).*or all three without b; got query \(5, 4\)",
     ),
     "rank 5": (attend((1, *QUERY), (1, *KEY), (1, *VALUE)), r"must have shape \(b, t, n, h\)"),
+    "is_causal": (
+        attend(is_causal=1),
+        r"is_causal must be bool; got int\. Pass True or False",
+    ),
+    "is_causal without an offset": (
+        attend(is_causal=True),
+        r"needs an offset",
+    ),
     "mixed ranks": (attend(QUERY, KEY[1:], VALUE[1:]), r"or all three without b"),
     "batch sizes": (
         attend((3, 5, 4, 6)),
@@ -324,6 +332,39 @@ def test_the_same_rule_with_the_remedy_of_the_framework(side, error_of, act, mat
 
 def test_good_inputs_pass(side):
     assert tuple(attend(mask=lambda side: side.Mask.causal(2))(side).shape) == (2, 5, 4, 3)
+
+
+UNKNOWN = {
+    "local_window_size": r"pass mask=Mask\.window\(left, right\)",
+    "query_seq_lengths": r"pass mask=Mask\.lengths\(query=lengths\)",
+    "key_value_seq_lengths": r"pass mask=Mask\.lengths\(key=lengths\)",
+    "implementation": r'pass backend="auto"',
+    "attn_mask": "pass mask=",
+    "dropout_p": r"pass dropout=KeyedDropout\(rate, key\)",
+    "enable_gqa": "pass keys and values with fewer heads as they are",
+    "softcap": "the arguments are query, key, value, bias, mask, is_causal, scale, soft_cap",
+}
+
+
+@pytest.mark.parametrize(("name", "remedy"), UNKNOWN.items(), ids=UNKNOWN)
+@pytest.mark.parametrize("function", ["dot_product_attention", "attend"])
+def test_an_argument_of_another_library_is_named_with_what_to_pass(side, function, name, remedy):
+    call = getattr(side, function)
+    x = side.array(np.ones(QUERY))
+    with pytest.raises(TypeError, match=rf"{function} has no argument '{name}': {remedy}"):
+        call(x, x, x, **{name: 1})
+
+
+def test_is_causal_is_a_causal_mask_beside_the_other(side):
+    rng = np.random.default_rng(0)
+    x = side.array(rng.normal(size=QUERY))
+    padding = side.Mask.lengths(key=side.array(np.array([3, 5])))
+    got = side.dot_product_attention(x, x, x, mask=padding, is_causal=True)
+    both = padding & side.Mask.causal()
+    np.testing.assert_array_equal(got, side.dot_product_attention(x, x, x, mask=both))
+    one = side.dot_product_attention(x, x, x, is_causal=True)
+    np.testing.assert_array_equal(one, side.dot_product_attention(x, x, x, mask=side.Mask.causal()))
+    assert not np.array_equal(one, got)
 
 
 @pytest.mark.parametrize("offset", [-5, 7])
