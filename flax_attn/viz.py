@@ -1,4 +1,4 @@
-"""Attention weights as pictures. Needs matplotlib: `pip install "flax-attn[viz]"`."""
+"""Attention weights as pictures. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -119,7 +119,5 @@ def _figure_class() -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError(
-            'plot_attention needs matplotlib: pip install "flax-attn[viz]"'
-        ) from error
+        raise ImportError("plot_attention needs matplotlib: pip install matplotlib") from error
     return Figure

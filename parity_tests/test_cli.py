@@ -115,7 +115,7 @@ WRONG_MESHES = (
     [
         (
             ["--variant", "CausalAtention"],
-            "no variant is called CausalAtention. Known are: Bert",
+            "no variant is called CausalAtention; the nearest are CausalAttention, ",
         ),
         (
             ["--check", "forwards"],

@@ -46,7 +46,7 @@ def test_an_encoder_decoder_answers_the_prompt(folder, tmp_path, capsys):
     [
         (
             ["--model", "nowhere"],
-            "no folder nowhere. Nothing is downloaded: pass the path of a folder on this machine",
+            "no folder nowhere. Nothing is downloaded here: pass a folder on this machine, such as",
         ),
         (
             ["--model", ".", "--max-new-tokens", "1.5"],

@@ -66,5 +66,5 @@ def test_wrong_sizes_are_named(weights, tokens, message):
 
 def test_without_matplotlib_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match=r'needs matplotlib: pip install "flax-attn\[viz\]"'):
+    with pytest.raises(ImportError, match=r"needs matplotlib: pip install matplotlib"):
         plot_attention(WEIGHTS, QUERIES, KEYS)

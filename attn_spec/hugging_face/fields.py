@@ -263,6 +263,12 @@ class Fields:
                 )
 
 
+NOTHING_DOWNLOADED = (
+    "Nothing is downloaded here: pass a folder on this machine, such as the one that"
+    " `hf download openai-community/gpt2 --local-dir gpt2` makes (pip install huggingface_hub)"
+)
+
+
 def read_fields(path: Path) -> Fields:
     """Return the fields of `config.json` in a folder.
 
@@ -271,9 +277,7 @@ def read_fields(path: Path) -> Fields:
         ValueError: if the file does not hold a JSON object.
     """
     if not path.is_dir():
-        raise FileNotFoundError(
-            f"no folder {path}. Nothing is downloaded: pass the path of a folder on this machine"
-        )
+        raise FileNotFoundError(f"no folder {path}. {NOTHING_DOWNLOADED}")
     file = path / "config.json"
     if not file.is_file():
         raise FileNotFoundError(

@@ -17,7 +17,7 @@ _ENVIRONMENT = {
     "TPU_ACCELERATOR_TYPE": "v5litepod-1",
     "TPU_WORKER_HOSTNAMES": "localhost",
 }
-_NEEDED = "compiling for TPU needs libtpu, not a TPU: pip install 'flax-attn[tpu]'"
+_NEEDED = "compiling for TPU needs libtpu, not a TPU: pip install 'jax[tpu]'"
 
 
 def described(topology: str) -> Sequence[Any]:

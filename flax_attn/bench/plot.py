@@ -1,4 +1,4 @@
-"""Plots of time and memory over the tokens. Needs matplotlib: `pip install "flax-attn[bench]"`."""
+"""Plots of time and memory over the tokens. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def plot_growth(report: BenchmarkReport) -> Figure:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError('a plot needs matplotlib: pip install "flax-attn[bench]"') from error
+        raise ImportError("a plot needs matplotlib: pip install matplotlib") from error
     if not names(report.rows, "tokens"):
         raise ValueError(
             "a plot shows the growth over tokens, which this run did not measure. Leave out --shape"

@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     import argparse
 
 
+_ABOUT = "Attention for JAX, every variant proven equal to PyTorch, and a judge of ports."
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code.
 
@@ -53,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     from flax_attn.cli.guard import Parser
 
-    parser = Parser(prog="flax-attn", description=flax_attn.__doc__)
+    parser = Parser(prog="flax-attn", description=_ABOUT)
     parser.add_argument("--version", action="version", version=f"flax-attn {flax_attn.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     checking = (compare, verify, mutants, skill, parity, faults)

@@ -60,7 +60,7 @@ def _bench(options: argparse.Namespace) -> int:
     common.check_writable(options.json)
     common.check_writable(options.plot)
     if options.plot:
-        common.need("matplotlib", "viz", "--plot")
+        common.need("matplotlib", "--plot")
     # A curve over T needs several of them.
     if options.plot and options.shape:
         raise common.UsageError(
@@ -132,7 +132,7 @@ def _models(options: argparse.Namespace) -> int:
         import transformers  # noqa: F401
     except ImportError as error:
         raise common.UsageError(
-            f'{error}. --models and --families need transformers: pip install "flax-attn[bench]"'
+            f"{error}. --models and --families need: pip install torch transformers"
         ) from None
     from flax_attn.bench import families, models, tasks
 

@@ -70,11 +70,11 @@ def cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flax-attn"
 
 
-def need(module: str, extra: str, what: str) -> None:
-    """Raise before any work is done unless a module is there that an extra installs."""
+def need(module: str, what: str) -> None:
+    """Raise before any work is done unless a module is there."""
     # Found without importing it: matplotlib and torch take seconds.
     if find_spec(module) is None:
-        raise UsageError(f'{what} needs {module}: pip install "flax-attn[{extra}]"')
+        raise UsageError(f"{what} needs {module}: pip install {module}")
 
 
 def need_torch(command: str, threads: int | None = 1) -> None:
@@ -83,8 +83,7 @@ def need_torch(command: str, threads: int | None = 1) -> None:
         import torch
     except ImportError:
         raise UsageError(
-            f'{command} needs PyTorch: pip install "flax-attn[torch]", or compare with an export:'
-            " --against DIR"
+            f"{command} needs PyTorch: pip install torch, or compare with an export: --against DIR"
         ) from None
     # The processes that compare share the cores, and would wait for one another's threads.
     torch.set_num_threads(threads or 1)

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from attn_spec.hugging_face.fields import NOTHING_DOWNLOADED
 from flax_attn.cli import common, compile_cache
 from flax_attn.cli.common import UsageError
 from flax_attn.cli.startup import Startup
@@ -133,13 +134,9 @@ def _tokenizer(folder: Path) -> Any:
     try:
         from tokenizers import Tokenizer
     except ImportError:
-        raise UsageError(
-            'text needs the tokenizers library: pip install "flax-attn[generate]"'
-        ) from None
+        raise UsageError("text needs the tokenizers library: pip install tokenizers") from None
     if not folder.is_dir():
-        raise UsageError(
-            f"no folder {folder}. Nothing is downloaded: pass the path of a folder on this machine"
-        )
+        raise UsageError(f"no folder {folder}. {NOTHING_DOWNLOADED}")
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise UsageError(

@@ -18,16 +18,8 @@ BROKEN_PIPE = 128 + 13  # SIGPIPE, which not every system has
 _ENDING = threading.Event()
 _ENDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
 
-# What installs a module that a command imports where it is used.
-_EXTRAS = {
-    "attnax": "bench",
-    "jinja2": "report",
-    "matplotlib": "viz",
-    "plotly": "report",
-    "tokenizers": "generate",
-    "torch": "torch",
-    "transformers": "bench",
-}
+# Modules that commands import where they use them.
+_OPTIONAL = ("attnax", "jinja2", "matplotlib", "plotly", "tokenizers", "torch", "transformers")
 
 
 class UsageError(Exception):
@@ -59,10 +51,9 @@ def guarded(run: Callable[[], int]) -> int:
         _say(str(error))
         return BAD_USAGE
     except ModuleNotFoundError as error:
-        if error.name not in _EXTRAS:
+        if error.name not in _OPTIONAL:
             raise
-        extra = _EXTRAS[error.name]
-        _say(f'this needs {error.name}, which is not installed: pip install "flax-attn[{extra}]"')
+        _say(f"this needs {error.name}, which is not installed: pip install {error.name}")
     except OSError as error:
         # Libraries raise their own errors of this kind, which are faults to be seen in full.
         if error.errno is None:  # none of the system's, which are no space, no permission

@@ -103,8 +103,8 @@ def _read_checkpoint(path: Path) -> dict[str, Any]:
         import torch
     except ImportError as error:
         raise ConversionError(
-            f"{path} is a PyTorch checkpoint, which needs torch to be read: pip install"
-            ' "flax-attn[torch]", or save it as safetensors'
+            f"{path} is a PyTorch checkpoint, which needs torch to be read: pip install torch, or"
+            " save it as safetensors"
         ) from error
     try:
         found = torch.load(path, map_location="cpu", weights_only=True)

@@ -4,6 +4,7 @@ The two packages mirror each other, so one row serves both. TableSizes within a 
 different, so that a swapped axis shows.
 """
 
+import difflib
 from itertools import chain
 
 from flax_attn.proof.rows import attention, decoders, encoders, latent, layers, recurrent
@@ -25,7 +26,7 @@ def select(names: list[str] | None, variants: tuple[Variant, ...] = VARIANTS) ->
     """Return the rows of these names, or of these classes; all rows for None.
 
     Raises:
-        ValueError: for a name that is neither, with the list of those that are.
+        ValueError: for a name that is neither, with the nearest ones.
 
     Example:
         >>> [variant.name for variant in select(["CausalAttention"])]
@@ -37,7 +38,9 @@ def select(names: list[str] | None, variants: tuple[Variant, ...] = VARIANTS) ->
     known = {variant.name for variant in variants} | {variant.module for variant in variants}
     unknown = [name for name in names if name not in known]
     if unknown:
+        near = difflib.get_close_matches(unknown[0], sorted(known), 3, cutoff=0.0)
         raise ValueError(
-            f"no variant is called {', '.join(unknown)}. Known are: {', '.join(sorted(known))}"
+            f"no variant is called {unknown[0]}; the nearest are {', '.join(near)}. Leave the name"
+            " out for all of them"
         )
     return [variant for variant in variants if wanted & {variant.name, variant.module}]

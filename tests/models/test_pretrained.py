@@ -326,7 +326,9 @@ def test_no_weights(folder):
 
 
 def test_no_folder(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"no folder .*gpt2\. Nothing is downloaded"):
+    with pytest.raises(
+        FileNotFoundError, match=r"no folder .*gpt2\. Nothing is downloaded here: .*hf download"
+    ):
         GPT2.from_pretrained(tmp_path / "gpt2")
 
 

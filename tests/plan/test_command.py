@@ -50,4 +50,4 @@ def test_what_describes_tpus_is_named_where_it_is_missing(folder, monkeypatch, c
     monkeypatch.setattr("flax_attn.aot.tpu.find_spec", lambda name: None)
     sizes = ["--topology", "v5e:2x4", *SIZES[2:]]
     assert main(["plan", "--model", str(folder), *sizes, "--train"]) == 64
-    assert "pip install 'flax-attn[tpu]'" in capsys.readouterr().err
+    assert "pip install 'jax[tpu]'" in capsys.readouterr().err

@@ -262,7 +262,7 @@ print(loaded[0].cuLibraryLoadData(), loaded[0].cuLaunchKernelEx())
 @pytest.mark.parametrize(
     ("platform", "module", "message"),
     [
-        ("tpu", "flax_attn.aot.tpu", r"pip install 'flax-attn\[tpu\]'"),
+        ("tpu", "flax_attn.aot.tpu", r"pip install 'jax\[tpu\]'"),
         ("gpu", "flax_attn.aot.gpu", "needs jax_cuda13_plugin, tokamax, nvidia.cudnn, nvidia.cu13"),
     ],
 )

@@ -1,6 +1,6 @@
 """The pictures of a page: plotly figures that follow its colours.
 
-Needs plotly: `pip install "flax-attn[report]"`.
+Needs plotly.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Reports as one page of HTML that needs nothing else. Needs `pip install "flax-attn[report]"`."""
+"""Reports as one page of HTML that needs nothing else. Needs jinja2 and plotly."""
 
 from __future__ import annotations
 
@@ -102,9 +102,7 @@ def check_installed() -> None:
         for package in ("jinja2", "plotly"):
             importlib.import_module(package)
     except ImportError as error:
-        raise ImportError(
-            'a page needs jinja2 and plotly: pip install "flax-attn[report]"'
-        ) from error
+        raise ImportError("a page needs jinja2 and plotly: pip install jinja2 plotly") from error
 
 
 def sections(reports: Sequence[Findings]) -> list[Section]:
