@@ -10,12 +10,6 @@ def token_slots(
 ) -> Integer[Tensor, "b t"]:
     """Return the slot of each new token; a token in slot `capacity` is not stored.
 
-    Args:
-        positions: positions of the tokens in their sequences, `(b, t)`.
-        count: how many tokens of each row are real, `(b,)`.
-        capacity: number of slots.
-        ring: whether the cache is a ring buffer, in which tokens overwrite those before them.
-
     Example:
         >>> token_slots(torch.tensor([[7, 8, 9]]), torch.tensor([3]), 2, ring=True)
         tensor([[2, 0, 1]])

@@ -35,9 +35,6 @@ class KeyedDropout:
         rate: probability that an element is dropped, in [0, 1).
         key: two integers below 2**32; `draw_key` draws them from torch's generator.
 
-    Raises:
-        ValueError: if `rate` lies outside [0, 1).
-
     Example:
         >>> KeyedDropout(0.1, torch.tensor([0, 7])).rate
         0.1

@@ -74,9 +74,6 @@ class Mask:
         called once, on tensors of indices: it indexes arrays and computes with `&`, `|` and `~`,
         without `if`. The offset is 0 if not given, and follows a `KVCache`.
 
-        Raises:
-            ValueError: if it is no such function, or returns no booleans.
-
         Example:
             >>> strided = Mask.where(lambda b, n, i, j: (i - j) % 2 == 0) & Mask.causal()
             >>> print(strided.as_text(3))
@@ -84,9 +81,6 @@ class Mask:
             0 ■ · ·
             1 · ■ ·
             2 ■ · ■
-
-        References:
-            Dong et al. 2024, FlexAttention (arXiv:2412.05496).
         """
         check_function("mask", function, SEES)
         return Mask((Where(function, offset=as_integers("offset", offset)),))
@@ -162,9 +156,6 @@ class Mask:
         """Return the mask in marks, queries down and keys across: `■` is seen, `·` is hidden.
 
         Where s is not given it is t. Rows of a batch and heads that differ get a picture each.
-
-        Raises:
-            ValueError: if the mask does not fit the sizes, or is too large to print.
 
         Example:
             >>> print(Mask.sliding_window(2).as_text(4))

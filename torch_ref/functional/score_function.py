@@ -33,15 +33,6 @@ class ScoreFunction:
     finite. It is computed for hidden pairs too, of a score of 0, and its derivatives there have to
     be finite. Tensors that it captures have gradients.
 
-    Args:
-        function: function as above, in the dtype of the score, which is float32 for lower dtypes.
-        query_positions: integers `(t,)` or `(b, t)`; None is the order of the queries.
-        key_positions: integers `(s,)` or `(b, s)`; None is the order of the keys.
-
-    Raises:
-        ValueError: in a call, if the function takes other arguments or returns something else, or
-            if there is not one position for each token.
-
     Example:
         >>> from torch_ref import attend
         >>> x = torch.ones((1, 2, 1, 4))
@@ -50,9 +41,6 @@ class ScoreFunction:
         >>> print((100 * weights).int()[0, 0])
         tensor([[62, 37],
                 [37, 62]], dtype=torch.int32)
-
-    References:
-        Dong et al. 2024, FlexAttention (arXiv:2412.05496).
     """
 
     function: Callable

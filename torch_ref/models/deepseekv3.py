@@ -17,9 +17,6 @@ class DeepseekV3(Decoder[DeepseekV3Config]):
 
     The arguments are those of `LanguageModel`.
 
-    Raises:
-        ValueError: where its layers do.
-
     Example:
         >>> import torch
         >>> config = DeepseekV3Config(
@@ -28,9 +25,6 @@ class DeepseekV3(Decoder[DeepseekV3Config]):
         ...     qk_nope_head_dim=3, qk_rope_head_dim=2, v_head_dim=3)
         >>> DeepseekV3(config)(torch.ones((3, 5), dtype=torch.long)).shape
         torch.Size([3, 5, 11])
-
-    References:
-        DeepSeek-AI 2024 (arXiv:2412.19437).
     """
 
     def attention(  # pyright: ignore[reportIncompatibleMethodOverride]

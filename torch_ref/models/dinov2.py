@@ -27,17 +27,10 @@ class DINOv2(ImageEncoder[DINOv2Config]):
     size than the config's the table of positions is interpolated, see `resize_bicubic`.
     `Dinov2Model` of transformers has the same function.
 
-    Raises:
-        ValueError: where its layers do, if the patches do not fill the images, or if patches are
-            masked and there is no mask token.
-
     Example:
         >>> model = DINOv2(DINOv2Config(6, 2, 3, image_size=(8, 8), patch_size=(4, 4)))
         >>> model(torch.ones((5, 3, 8, 12))).shape
         torch.Size([5, 7, 6])
-
-    References:
-        Oquab et al. 2023 (arXiv:2304.07193).
     """
 
     mask_token: nn.Parameter | None
@@ -89,16 +82,10 @@ class DINOv2Classifier(DINOv2):
     A linear layer reads the class token and the mean of the patches. The arguments are those of
     `Encoder`; `Dinov2ForImageClassification` of transformers has the same function.
 
-    Raises:
-        ValueError: where `DINOv2` does.
-
     Example:
         >>> model = DINOv2Classifier(DINOv2Config(6, 2, 3, image_size=(8, 8), patch_size=(4, 4)))
         >>> model(torch.ones((5, 3, 8, 8))).shape
         torch.Size([5, 2])
-
-    References:
-        Oquab et al. 2023 (arXiv:2304.07193).
     """
 
     def create_head(self) -> None:

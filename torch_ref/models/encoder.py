@@ -40,11 +40,6 @@ class Encoder(TypedModule, Generic[C]):
 
     A family defines `block`, `create_embeddings`, and the call, which embeds its inputs and hands
     them to `run`; `create_head` and `predict` where something follows the blocks.
-
-    Args:
-        config: the sizes.
-        backend: attention backend; `"auto"` or the name of one.
-        remat: whether the backward pass recomputes each block instead of storing its activations.
     """
 
     config: C

@@ -74,11 +74,6 @@ class EncoderDecoder(TypedModule, Generic[C]):
         kept = model.keep(model.encode(inputs))
         logits = model.attend(tokens, kept, cache=model.init_cache(b, capacity)).output
 
-    Args:
-        config: the sizes.
-        backend: attention backend; `"auto"` or the name of one.
-        remat: whether the backward pass recomputes each block instead of storing its activations.
-
     Shapes:
         inputs `(b, s)`, or those of the family, and tokens `(b, t)`, to logits
         `(b, t, vocab_size)`.

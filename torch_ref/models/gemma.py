@@ -20,17 +20,11 @@ class Gemma(Decoder[C]):
 
     Embeddings are multiplied by `sqrt(d_model)`. The arguments are those of `LanguageModel`.
 
-    Raises:
-        ValueError: where its layers do.
-
     Example:
         >>> import torch
         >>> config = GemmaConfig(8, 12, 4, 2, num_kv_heads=1, context_length=16, vocab_size=11)
         >>> Gemma(config)(torch.ones((3, 5), dtype=torch.long)).shape
         torch.Size([3, 5, 11])
-
-    References:
-        Gemma Team 2024 (arXiv:2403.08295).
     """
 
     def embed(

@@ -22,18 +22,12 @@ class Gemma2(Gemma[C]):
 
     There are norms before and after the sublayers. The arguments are those of `LanguageModel`.
 
-    Raises:
-        ValueError: where its layers do.
-
     Example:
         >>> import torch
         >>> config = Gemma2Config(
         ...     8, 12, 4, 2, 1, context_length=16, vocab_size=11, window=3, full_layers=(1,))
         >>> Gemma2(config)(torch.ones((3, 5), dtype=torch.long)).shape
         torch.Size([3, 5, 11])
-
-    References:
-        Gemma Team 2024 (arXiv:2408.00118).
     """
 
     def attention(self, layer: int, **options: Any) -> MultiHeadAttention:

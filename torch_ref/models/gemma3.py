@@ -13,18 +13,12 @@ class Gemma3(Gemma2[Gemma3Config]):
     Layers with a window are rotated by `local_rope`, those without by `rope`. The arguments are
     those of `LanguageModel`.
 
-    Raises:
-        ValueError: where its layers do.
-
     Example:
         >>> import torch
         >>> config = Gemma3Config(
         ...     8, 12, 4, 2, 1, context_length=16, vocab_size=11, window=3, full_layers=(1,))
         >>> Gemma3(config)(torch.ones((3, 5), dtype=torch.long)).shape
         torch.Size([3, 5, 11])
-
-    References:
-        Gemma Team 2025 (arXiv:2503.19786).
     """
 
     def rope(self, layer: int) -> RoPE:

@@ -103,10 +103,6 @@ def generate(
         start: tokens that the decoder of an encoder-decoder begins with; None is the start token of
             its config.
 
-    Returns:
-        The new tokens, without the prompt or the start: a list for one prompt, and a list of lists
-        for a batch.
-
     Raises:
         ValueError: if a prompt is empty, longer than the model's context or holds ids outside the
             vocabulary, if prompt and new tokens together do not fit the context or the capacity, if

@@ -63,11 +63,6 @@ class LanguageModel(TypedModule, Generic[C]):
     A family defines `block` and `norm`, and `embed` and `create_embeddings` where it has more than
     a table of tokens.
 
-    Args:
-        config: the sizes.
-        backend: attention backend; `"auto"` or the name of one.
-        remat: whether the backward pass recomputes each block instead of storing its activations.
-
     Shapes:
         tokens `(b, t)` or `(t,)` to logits `(b, t, vocab_size)` or `(t, vocab_size)`.
     """
@@ -135,11 +130,6 @@ class LanguageModel(TypedModule, Generic[C]):
             cache: keys and values of the tokens before, from `init_cache`; the new ones are
                 appended.
             dropout_key: key of the dropout in train mode; None draws keys from torch's generator.
-
-        Raises:
-            ValueError: if there are more than `context_length` tokens, or mask, positions or cache
-                do not fit. Values are not read: a token outside the vocabulary, or one that the
-                cache has no space for, gives NaN.
         """
         options: ModelOptions = {
             "mask": mask,
@@ -237,9 +227,6 @@ def initialise(model: LanguageModel) -> None:
 
     Weights and tables are normal with a deviation of 0.02, that of the last layer on each residual
     path divided by `sqrt(2 * num_layers)`; biases are 0. Norms keep 1 and 0.
-
-    References:
-        Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", section 2.3.
     """
     layers = max(1, len(model.trf_blocks))  # a model of embedding and head alone has none
     last = 0.02 * (2 * layers) ** -0.5

@@ -44,11 +44,6 @@ def next_token_loss(
     Shapes:
         Returns one number; 0 where there is no target.
 
-    Raises:
-        ValueError: if there are less than two tokens, the segments are not one id a token,
-            `lengths` are no integers or, where Python or NumPy know them, lie outside `0 ... t`, or
-            where the model does.
-
     Example:
         >>> from torch_ref.models import GPT2, GPT2Config
         >>> model = GPT2(GPT2Config(6, 2, 3, context_length=8, vocab_size=11))

@@ -15,28 +15,14 @@ from torch_ref.modules.typed import TypedModule
 class MaskedLMHead(TypedModule):
     """`norm(activation(dense(x))) @ table^T + bias`, with the table of the token embedding.
 
-    Args:
-        d_model: width of the tokens.
-        vocab_size: number of tokens.
-        norm: norm of the hidden features.
-        activation: activation of the hidden features.
-        dense_bias: whether the hidden layer has a bias.
-        bias: whether the logits have a bias.
-
     Shapes:
         `(..., d_model)` to `(..., vocab_size)`.
-
-    Raises:
-        ValueError: if the activation is unknown.
 
     Example:
         >>> from torch_ref import LayerNorm
         >>> table, head = Embedding(11, 4), MaskedLMHead(4, 11, LayerNorm(4))
         >>> head(torch.ones((2, 3, 4)), table).shape
         torch.Size([2, 3, 11])
-
-    References:
-        Devlin et al. 2018 (arXiv:1810.04805).
     """
 
     def __init__(

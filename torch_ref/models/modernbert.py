@@ -29,17 +29,11 @@ class ModernBert(TextEncoder[ModernBertConfig]):
     The first block has no norm before its attention. The arguments are those of `Encoder`;
     `ModernBertModel` of transformers has the same function.
 
-    Raises:
-        ValueError: where its layers do.
-
     Example:
         >>> import torch
         >>> model = ModernBert(ModernBertConfig(6, 8, 3, 2, vocab_size=11))
         >>> model(torch.ones((4, 5), dtype=torch.long)).shape
         torch.Size([4, 5, 6])
-
-    References:
-        Warner et al. 2024 (arXiv:2412.13663).
     """
 
     def create_embeddings(self) -> None:
@@ -98,17 +92,11 @@ class ModernBertMaskedLM(ModernBert):
     The arguments are those of `Encoder`; `ModernBertForMaskedLM` of transformers has the same
     function.
 
-    Raises:
-        ValueError: where its layers do.
-
     Example:
         >>> import torch
         >>> model = ModernBertMaskedLM(ModernBertConfig(6, 8, 3, 2, vocab_size=11))
         >>> model(torch.ones((4, 5), dtype=torch.long)).shape
         torch.Size([4, 5, 11])
-
-    References:
-        Warner et al. 2024 (arXiv:2412.13663).
     """
 
     def create_head(self) -> None:

@@ -14,17 +14,11 @@ class Olmo2(Decoder[Olmo2Config]):
 
     Queries and keys are normed over all heads together. The arguments are those of `LanguageModel`.
 
-    Raises:
-        ValueError: where its layers do.
-
     Example:
         >>> import torch
         >>> config = Olmo2Config(8, 12, 4, 2, num_kv_heads=2, context_length=16, vocab_size=11)
         >>> Olmo2(config)(torch.ones((3, 5), dtype=torch.long)).shape
         torch.Size([3, 5, 11])
-
-    References:
-        OLMo Team 2024 (arXiv:2501.00656).
     """
 
     def attention(self, layer: int, **options: Any) -> MultiHeadAttention:

@@ -12,17 +12,11 @@ class Qwen3(Decoder[Qwen3Config]):
 
     The arguments are those of `LanguageModel`.
 
-    Raises:
-        ValueError: where its layers do.
-
     Example:
         >>> import torch
         >>> config = Qwen3Config(8, 12, 4, 2, num_kv_heads=2, context_length=16, vocab_size=11)
         >>> Qwen3(config)(torch.ones((3, 5), dtype=torch.long)).shape
         torch.Size([3, 5, 11])
-
-    References:
-        Qwen Team 2025 (arXiv:2505.09388).
     """
 
     def attention(self, layer: int, **options: Any) -> MultiHeadAttention:

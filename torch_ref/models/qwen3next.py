@@ -21,9 +21,6 @@ class Qwen3Next(Qwen3Moe):
     The mixtures of experts have a shared expert. Norms have the factor `1 + scale`, except those
     within a DeltaNet. The arguments are those of `LanguageModel`.
 
-    Raises:
-        ValueError: where its layers do.
-
     Example:
         >>> import torch
         >>> config = Qwen3NextConfig(
@@ -31,10 +28,6 @@ class Qwen3Next(Qwen3Moe):
         ...     vocab_size=11, num_experts=4, top_k=2, linear_heads=4, linear_key_heads=2)
         >>> Qwen3Next(config)(torch.ones((3, 5), dtype=torch.long)).shape
         torch.Size([3, 5, 11])
-
-    References:
-        Qwen Team 2025 (arXiv:2505.09388); Yang et al. 2024, Gated DeltaNet (arXiv:2412.06464); Qiu
-        et al. 2025, the gate of the heads (arXiv:2505.06708).
     """
 
     config: Qwen3NextConfig  # pyright: ignore[reportIncompatibleVariableOverride]

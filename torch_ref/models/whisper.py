@@ -34,9 +34,6 @@ class Whisper(EncoderDecoder[WhisperConfig]):
     `enc_pos` starts as sinusoids. `WhisperForConditionalGeneration` of transformers has the same
     function, and does not train `enc_pos`.
 
-    Raises:
-        ValueError: where its layers do, or if the features have another number of bands or frames.
-
     Example:
         >>> config = WhisperConfig(6, 2, 1, 3, 1, 8, 10, num_mel=5, num_positions=7,
         ...                        context_length=9, vocab_size=11)
@@ -44,9 +41,6 @@ class Whisper(EncoderDecoder[WhisperConfig]):
         >>> features, tokens = torch.ones((3, 5, 14)), torch.ones((3, 4), dtype=torch.long)
         >>> model(features, tokens).shape
         torch.Size([3, 4, 11])
-
-    References:
-        Radford et al. 2022 (arXiv:2212.04356).
     """
 
     def create_embeddings(self) -> None:

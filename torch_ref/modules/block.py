@@ -30,24 +30,8 @@ class TransformerBlock(TypedModule):
     GPT-2 and Llama have `norm1` and `norm2` alone, Gemma 2 all four norms, OLMo 2 the post norms
     alone; the paper of 2017 and BERT are `norm_first=False`. A norm that is None is left out.
 
-    Args:
-        att: the attention, `d_model` wide at both ends: `MultiHeadAttention`, or what is called
-            like it.
-        ff: the feed-forward layer, or any other module from tokens to tokens.
-        norm1: norm of the attention.
-        norm2: norm of the feed-forward layer.
-        norm_first: whether `norm1` and `norm2` come before the layers, or after the sums.
-        post_norm1: norm of what the attention returns, with `norm_first`.
-        post_norm2: norm of what the feed-forward layer returns, with `norm_first`.
-        drop_shortcut: dropout of what either layer adds; None is no dropout.
-
     Shapes:
         `(t, d_model)` or `(b, t, d_model)`, kept; the weights are `(n, t, t)` or `(b, n, t, t)`.
-
-    Raises:
-        ValueError: if `att` or `drop_shortcut` is another kind of module, the parts differ in
-            width, or a norm stands where `norm_first=False` has none; in the call, where the
-            attention does.
 
     Example:
         >>> import torch
@@ -56,11 +40,6 @@ class TransformerBlock(TypedModule):
         >>> block = TransformerBlock(att, FeedForward(6), LayerNorm(6), LayerNorm(6))
         >>> block(torch.ones((4, 5, 6))).shape
         torch.Size([4, 5, 6])
-
-    References:
-        Vaswani et al. 2017 (arXiv:1706.03762); Xiong et al. 2020, norm before or after
-        (arXiv:2002.04745); Gemma Team 2024, norms before and after (arXiv:2408.00118); OLMo Team
-        2024 (arXiv:2501.00656).
     """
 
     def __init__(

@@ -32,14 +32,6 @@ class Attention(TypedModule):
 
     `MultiHeadAttention` derives from it, as can your own module that is called in the same way.
 
-    Attributes:
-        d_in: width of the input.
-        d_out: width of the output.
-        context_length: maximum length of the input; None is no limit.
-        window: number of keys that a token attends to, and the least that the cache holds; None is
-            all.
-        rope: rotary positions; None where the module takes no `positions`.
-
     Example:
         >>> from torch_ref import Attention, FeedForward, Outputs, TransformerBlock
         >>> class FirstToken(Attention):

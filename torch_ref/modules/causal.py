@@ -18,15 +18,6 @@ class CausalAttention(SelfAttention):
         dropout(softmax(causal(q k^T / sqrt(d_key)))) v
         with q = x W_query, k = x W_key, v = x W_value
 
-    Args:
-        d_in: width of the input.
-        d_out: width of the values, and so of the output.
-        context_length: maximum length of the input; None is no limit.
-        dropout: the probability that a weight is dropped in train mode.
-        qkv_bias: whether the three projections have a bias.
-        d_key: width of queries and keys; None is d_out.
-        backend: name of an attention backend, or `"auto"`.
-
     Shapes:
         `(t, d_in)` to `(t, d_out)` or `(b, t, d_in)` to `(b, t, d_out)`; the weights are `(t, t)`
         or `(b, t, t)`.
@@ -41,9 +32,6 @@ class CausalAttention(SelfAttention):
         >>> layer = CausalAttention(3, 2, context_length=6, dropout=0.0)
         >>> layer(torch.ones((4, 6, 3))).shape
         torch.Size([4, 6, 2])
-
-    References:
-        Radford et al. 2018, "Improving Language Understanding by Generative Pre-Training".
     """
 
     def __init__(

@@ -25,35 +25,15 @@ class CrossAttention(TypedModule):
         out_proj(concat_i(dropout(softmax(q_i k_i^T / sqrt(h))) v_i))
         with k and v of the other sequence
 
-    Args:
-        d_in: width of the tokens, and of the output.
-        kdim: width of the tokens of the other sequence.
-        dropout: the probability that a weight is dropped in train mode.
-        num_heads: number of heads; divides d_in unless `head_dim` is given.
-        qkv_bias: whether the projections of queries and values have a bias.
-        key_bias: whether the projection of keys has a bias.
-        head_dim: width h of a head; None is `d_in / num_heads`.
-        out_bias: whether the output projection has a bias.
-        scores: scale and soft cap of the scores.
-        backend: name of an attention backend, or `"auto"`.
-
     Shapes:
         tokens `(b, t, d_in)` and the other sequence `(b, s, kdim)` to `(b, t, d_in)`, or all
         without b.
-
-    Raises:
-        ValueError: if the heads do not divide, a size is not positive, `dropout` lies outside [0,
-            1), the scores have more than a scale and a soft cap, or the backend is unknown; in the
-            call, if an input has another rank or width.
 
     Example:
         >>> layer = CrossAttention(6, 4, 0.0, 2)
         >>> kept = layer.keep(torch.ones((3, 7, 4)), lengths=torch.tensor([7, 2, 5]))
         >>> layer(torch.ones((3, 5, 6)), kept).shape
         torch.Size([3, 5, 6])
-
-    References:
-        Vaswani et al. 2017 (arXiv:1706.03762).
     """
 
     def __init__(

@@ -34,22 +34,8 @@ class CrossBlock(TypedModule):
     T5 and Whisper have the norms before the layers; the paper of 2017 and, by default,
     `torch.nn.TransformerDecoderLayer` have them after the sums.
 
-    Args:
-        att: the self-attention, `d_model` wide at both ends.
-        cross: the cross-attention.
-        ff: the feed-forward layer, or any other module from tokens to tokens.
-        norm1: norm of the self-attention.
-        norm2: norm of the cross-attention.
-        norm3: norm of the feed-forward layer.
-        norm_first: whether the norms come before the layers, or after the sums.
-        drop_shortcut: dropout of what the layers add; None is no dropout.
-
     Shapes:
         `(t, d_model)` or `(b, t, d_model)`, kept.
-
-    Raises:
-        ValueError: if `att`, `cross` or `drop_shortcut` is another kind of module, or the parts
-            differ in width; in the call, where the parts do.
 
     Example:
         >>> from torch_ref import FeedForward, LayerNorm, MultiHeadAttention
@@ -58,10 +44,6 @@ class CrossBlock(TypedModule):
         >>> block = CrossBlock(att, cross, FeedForward(6), *norms)
         >>> block(torch.ones((4, 5, 6)), cross.keep(torch.ones((4, 7, 4)))).shape
         torch.Size([4, 5, 6])
-
-    References:
-        Vaswani et al. 2017 (arXiv:1706.03762); Raffel et al. 2019, norms before the layers
-        (arXiv:1910.10683).
     """
 
     def __init__(

@@ -16,24 +16,14 @@ from torch_ref.modules.typed import TypedModule
 class DecayRate(TypedModule):
     """The logarithm of a decay, `-exp(A_log) * softplus(x + dt_bias)`, in at least float32.
 
-    Args:
-        num_heads: number of heads.
-        size: number of decays for each head.
-
     Shapes:
         `(..., num_heads * size)` to `(..., num_heads, size)`; `A_log` is `(num_heads,)`, `dt_bias`
         is `(num_heads * size,)`. They start as in Mamba: `exp(A_log)` between 1 and 16,
         `softplus(dt_bias)` between 0.001 and 0.1.
 
-    Raises:
-        ValueError: if a size is not positive.
-
     Example:
         >>> DecayRate(2, 3)(torch.ones((4, 6))).shape
         torch.Size([4, 2, 3])
-
-    References:
-        Gu and Dao 2023 (arXiv:2312.00752).
     """
 
     def __init__(self, num_heads: int, size: int = 1):

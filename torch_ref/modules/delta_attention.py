@@ -33,24 +33,8 @@ class DeltaAttention(Attention):
     A subclass defines `create_parts`, `decay` and `gate`, as `GatedDeltaNet` and
     `KimiDeltaAttention` do. The norm is an `RMSNorm` over each head.
 
-    Args:
-        d_in: width of the input.
-        d_out: width of the output.
-        num_heads: number of heads of values, and of states.
-        head_dim: width h of a head of queries and keys.
-        num_key_heads: number of heads of queries and keys; divides num_heads. None is num_heads.
-        value_dim: width v of a head of values; None is head_dim.
-        kernel_size: kernel size of the convolutions.
-        eps: epsilon of the norm.
-
     Shapes:
         `(t, d_in)` to `(t, d_out)` or `(b, t, d_in)` to `(b, t, d_out)`.
-
-    Raises:
-        ValueError: if a size is not positive, or the heads of keys do not divide those of values;
-            in the call, if the input has another rank or width, if the mask is more than causal,
-            segments and lengths, or if the call asks for weights, a bias or positions, which a
-            state has not.
 
     Example:
         >>> class DeltaNet(DeltaAttention):
@@ -62,9 +46,6 @@ class DeltaAttention(Attention):
         ...         return torch.ones((*x.shape[:-1], self.num_heads, self.value_dim))
         >>> DeltaNet(6, 6, num_heads=2, head_dim=4)(torch.ones((2, 5, 6))).shape
         torch.Size([2, 5, 6])
-
-    References:
-        Yang et al. 2024, DeltaNet (arXiv:2406.06484).
     """
 
     def __init__(
@@ -130,17 +111,7 @@ class DeltaAttention(Attention):
         cache: DeltaCache | None = None,
         **options: Any,
     ) -> Outputs[DeltaCache]:
-        """Return the output, with the new cache if there is a cache.
-
-        Args:
-            query: the input.
-            mask: causal, segments (documents one after another) and lengths; with a cache it is
-                that of the whole sequence, the same in every call.
-            lengths: number of real tokens in each row, `(b,)`; the rest is padding. None is all.
-            cache: state and last inputs, from `init_cache`.
-            options: the other options of a block's attention, left unset: there are no weights, no
-                bias, no positions and no dropout.
-        """
+        """Return the output, with the new cache if there is a cache."""
         check_tokens("query", query, "d_in", self.d_in, self.context_length)
         check_recurrent_options(options)
         if cache is not None:

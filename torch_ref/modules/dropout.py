@@ -17,9 +17,6 @@ class Dropout(TypedModule):
     Each call draws a new key from torch's generator, unless it is given one. The same key drops the
     same elements here and in `flax_attn`.
 
-    Args:
-        rate: the probability that an element is dropped, in [0, 1).
-
     Shapes:
         `(t, d)` or `(b, t, d)`, kept.
 

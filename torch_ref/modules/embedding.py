@@ -19,15 +19,8 @@ class Embedding(TypedModule, nn.Embedding):
     outside `0 ... size - 1` gives NaN: ids are not read on the host, so that a call does not wait
     for the device.
 
-    Args:
-        size: number of vectors.
-        d_model: width of a vector.
-
     Shapes:
         integers `(...)` to `(..., d_model)`; weight `(size, d_model)`.
-
-    Raises:
-        ValueError: if a size is not positive, or if ids are not integers.
 
     Example:
         >>> Embedding(5, 3)(torch.tensor([[0, 4]])).shape

@@ -23,21 +23,11 @@ class ClampedSwiGLU(SwiGLUBounds, portable=True):
 
         min(gate, limit) * sigmoid(alpha * min(gate, limit)) * (clip(up, -limit, limit) + 1)
 
-    Args:
-        limit: bound of both branches; the gate has no lower bound.
-        alpha: slope of the sigmoid.
-
-    Raises:
-        ValueError: if the limit is not positive.
-
     Example:
         >>> gate, up = torch.tensor([-1.0, 9.0]), torch.tensor([0.0, 5.0])
         >>> activated = ClampedSwiGLU(limit=2.0)(gate, up)
         >>> [round(number, 3) for number in activated.tolist()]
         [-0.154, 5.807]
-
-    References:
-        OpenAI 2025, gpt-oss (arXiv:2508.10925).
     """
 
     def __call__(
@@ -73,15 +63,6 @@ class Experts(TypedModule):
     No token is dropped, whatever the load of an expert. Here every expert computes every token, in
     any form.
 
-    Args:
-        num_experts: number of experts.
-        d_model: width of the tokens.
-        d_hidden: width inside an expert.
-        activation: `"silu"`, `"gelu_tanh"`, `"gelu_exact"`, or a function of gate and up that
-            replaces `activation(gate) * up`, such as a `ClampedSwiGLU`.
-        bias: whether the three layers of an expert have a bias.
-        form: `"auto"`, `"dense"` or `"sorted"`.
-
     Shapes:
         `(..., d_model)`, kept; weights `(num_experts, d_hidden, d_model)`, for `W_down`
         `(num_experts, d_model, d_hidden)`.
@@ -95,9 +76,6 @@ class Experts(TypedModule):
         >>> x = torch.ones((5, 3))
         >>> Experts(4, 3, 6)(x, Router(3, 4, top_k=2)(x)).shape
         torch.Size([5, 3])
-
-    References:
-        Shazeer et al. 2017 (arXiv:1701.06538); Gale et al. 2022, dropless (arXiv:2211.15841).
     """
 
     def __init__(
@@ -131,9 +109,6 @@ def gated(
     activation: str | Callable[[Tensor, Tensor], Tensor],
 ) -> Callable[[Tensor, Tensor], Tensor]:
     """Return the function of gate and up that an activation stands for.
-
-    Raises:
-        ValueError: if there is no activation of that name.
 
     Example:
         >>> gated("silu")(torch.tensor([0.0]), torch.tensor([3.0]))

@@ -28,17 +28,6 @@ class HeadAttention(Attention):
     A subclass has these attributes and a method `_project`, which maps the inputs of a call and
     their positions to queries and to the keys and values that are cached.
 
-    Attributes:
-        num_heads: number of query heads.
-        head_dim: width of a query.
-        causal: whether a token attends only to itself and to the tokens before it.
-        scores: scale, soft cap, sinks and function of the scores.
-        sinks: parameter of the attention sinks; None is no sinks.
-        W_gate: projection to the gate of the heads; None is no gate.
-        out_proj: projection of the joined heads to the output.
-        dropout: dropout of the weights.
-        backend: name of an attention backend, or `"auto"`.
-
     Example:
         >>> from torch_ref import MultiHeadAttention
         >>> layer = MultiHeadAttention(6, 8, context_length=5, dropout=0.0, num_heads=4)

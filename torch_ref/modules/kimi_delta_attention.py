@@ -19,17 +19,11 @@ class KimiDeltaAttention(DeltaAttention):
     Both projections have the rank of a head's width. The arguments are those of `DeltaAttention`,
     which states the rest of the formula.
 
-    Raises:
-        ValueError: where `DeltaAttention` does.
-
     Example:
         >>> import torch
         >>> layer = KimiDeltaAttention(6, 6, num_heads=2, head_dim=4)
         >>> layer(torch.ones((2, 5, 6))).shape
         torch.Size([2, 5, 6])
-
-    References:
-        Kimi Team 2025 (arXiv:2510.26692).
     """
 
     def create_parts(self) -> None:

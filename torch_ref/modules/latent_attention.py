@@ -52,38 +52,8 @@ class MultiHeadLatentAttention(HeadAttention):
     `"auto"` is `"absorbed"` where there are more keys than queries, as there are with a cache, and
     `"plain"` otherwise.
 
-    Args:
-        d_in: width of the input.
-        d_out: width of the output.
-        context_length: maximum length of the input; None is no limit.
-        dropout: the probability that a weight is dropped in train mode.
-        num_heads: number of heads.
-        qkv_bias: whether the projections of the input down to queries and latents have a bias.
-        kv_lora_rank: width of the latent of keys and values.
-        q_lora_rank: width of the latent of queries; None projects queries from the input itself.
-        qk_nope_head_dim: width of the part of a query and a key that is not rotated.
-        qk_rope_head_dim: width of the part of a query and a key that is rotated.
-        v_head_dim: width of a value.
-        out_bias: whether the output projection has a bias.
-        causal: whether a token attends only to itself and to the tokens before it.
-        window: number of keys that a token attends to, itself included; None is all. It needs
-            `causal`.
-        rope: rotary positions of the rotated parts; None is no rotation. DeepSeek interleaves them.
-        q_norm: norm of the latent of queries; None is no norm.
-        kv_norm: norm of the latent of keys and values; None is no norm.
-        scores: scale, soft cap and sinks of the scores.
-        form: `"auto"`, `"plain"` or `"absorbed"`.
-        backend: name of an attention backend, or `"auto"`.
-
     Shapes:
         `(b, t, d_in)` to `(b, t, d_out)`, weights `(b, n, t, s)`; or all without b.
-
-    Raises:
-        ValueError: if a size is not positive, a norm is not as wide as its latent or has none,
-            `dropout` lies outside [0, 1), `rope` does not fit, there is a window without `causal`,
-            or form or backend is unknown; in the call, if the input has another rank or width or is
-            longer than `context_length`, if mask, bias or positions do not fit, there are positions
-            without `rope`, or if the cache is that of another module or full.
 
     Example:
         >>> layer = MultiHeadLatentAttention(
@@ -94,9 +64,6 @@ class MultiHeadLatentAttention(HeadAttention):
         >>> found = layer.attend(torch.ones((2, 5, 6)), cache=layer.init_cache(2, 8))
         >>> found.output.shape, found.cache.key.shape, found.cache.value.numel()
         (torch.Size([2, 5, 6]), torch.Size([2, 1, 8, 5]), 0)
-
-    References:
-        DeepSeek-AI 2024, DeepSeek-V2 (arXiv:2405.04434) and V3 (arXiv:2412.19437).
     """
 
     def __init__(
@@ -190,9 +157,6 @@ class MultiHeadLatentAttention(HeadAttention):
         """Return an empty cache of up to `capacity` tokens; see `MultiHeadAttention.init_cache`.
 
         `dtype` None is that of the projection to the latent.
-
-        Raises:
-            ValueError: if the capacity is beyond `context_length`, or less than the window.
         """
         return self._empty(b, capacity, dtype, self.W_latent)
 

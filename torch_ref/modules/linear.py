@@ -9,11 +9,6 @@ from torch_ref.modules.typed import TypedModule
 class Linear(TypedModule, nn.Linear):
     """`x @ weight^T + bias`: `torch.nn.Linear`, which draws both uniform in +-1 / sqrt(d_in).
 
-    Args:
-        d_in: width of the input.
-        d_out: width of the output.
-        bias: whether to add a bias.
-
     Shapes:
         `(..., d_in)` to `(..., d_out)`; weight `(d_out, d_in)`, bias `(d_out,)`.
 

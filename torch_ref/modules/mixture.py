@@ -21,20 +21,8 @@ class MixtureOfExperts(TypedModule):
     It is a feed-forward part of a `TransformerBlock`. No token is dropped. For a loss that balances
     the load of the experts see `load_balancing_loss`, which takes what `router` returns.
 
-    Args:
-        router: router that chooses the experts and their weights.
-        experts: the experts, as many as the router chooses from.
-        shared: layer that computes every token, such as a `GatedFeedForward`; None is no such layer
-            (DeepSeek-V3 has one).
-        shared_gate: linear layer to one feature; its sigmoid is a factor on the shared output. None
-            is no gate (Qwen2 has one).
-
     Shapes:
         `(..., d_model)`, kept.
-
-    Raises:
-        ValueError: if router and experts differ in number or width, the shared layer in width, or
-            there is a gate of no shared layer.
 
     Example:
         >>> import torch
@@ -43,9 +31,6 @@ class MixtureOfExperts(TypedModule):
         >>> experts, shared = Experts(4, 3, 6), GatedFeedForward(3, 8)
         >>> MixtureOfExperts(router, experts, shared)(torch.ones((5, 3))).shape
         torch.Size([5, 3])
-
-    References:
-        Shazeer et al. 2017 (arXiv:1701.06538); Dai et al. 2024, shared experts (arXiv:2401.06066).
     """
 
     def __init__(

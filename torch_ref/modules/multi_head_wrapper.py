@@ -20,21 +20,9 @@ class MultiHeadAttentionWrapper(TypedModule):
     The plain way to many heads: n small products instead of one. `MultiHeadAttention` computes all
     heads at once.
 
-    Args:
-        d_in: width of the input.
-        d_out: width of each head's output; that of the module is `d_out * num_heads`.
-        context_length: maximum length of the input; None is no limit.
-        dropout: the probability that a weight is dropped in train mode.
-        num_heads: number of heads.
-        qkv_bias: whether the projections have a bias.
-        backend: name of an attention backend, or `"auto"`.
-
     Shapes:
         `(t, d_in)` to `(t, d_out * n)` or `(b, t, d_in)` to `(b, t, d_out * n)`; the weights are
         `(n, t, t)` or `(b, n, t, t)`.
-
-    Raises:
-        ValueError: where `CausalAttention` does, and if `num_heads` is not positive.
 
     Example:
         >>> layer = MultiHeadAttentionWrapper(3, 2, context_length=6, dropout=0.0, num_heads=4)

@@ -23,11 +23,6 @@ SCORES = {"softmax": nn.Softmax(dim=-1), "sigmoid": nn.Sigmoid()}
 class Routing(NamedTuple):
     """The experts of each token.
 
-    Args:
-        weights: weights of the chosen experts, `(..., k)`.
-        experts: indices of the chosen experts, `(..., k)`.
-        logits: logits of all experts, `(..., e)`.
-
     Example:
         >>> routing = Routing(torch.ones((1, 2)) / 2, torch.tensor([[0, 2]]), torch.ones((1, 4)))
         >>> routing.experts.tolist()
@@ -52,19 +47,6 @@ class Router(TypedModule):
     and only experts of the best `top_groups` groups are chosen (DeepSeek-V3). All of it is computed
     in at least float32.
 
-    Args:
-        d_model: width of the tokens.
-        num_experts: number of experts.
-        top_k: number of experts for each token.
-        scores: `"softmax"` or `"sigmoid"`.
-        renormalize: whether the weights of a token are divided by their sum.
-        scale: factor on the weights.
-        bias: whether the logits have a bias.
-        selection_bias: whether the choice of experts has a bias `(num_experts,)`. It starts at 0
-            and is not a parameter: training moves it by the load of the experts.
-        groups: number of groups of experts; 1 is no grouping.
-        top_groups: number of groups that a token's experts are chosen from.
-
     Shapes:
         `(..., d_model)` to a `Routing`: weights and experts `(..., top_k)`, logits
         `(..., num_experts)`.
@@ -78,10 +60,6 @@ class Router(TypedModule):
         >>> routing = Router(3, num_experts=4, top_k=2)(torch.ones((5, 3)))
         >>> routing.weights.shape, routing.logits.shape
         (torch.Size([5, 2]), torch.Size([5, 4]))
-
-    References:
-        Shazeer et al. 2017 (arXiv:1701.06538); Jiang et al. 2024, Mixtral (arXiv:2401.04088);
-        DeepSeek-AI 2024, groups and selection bias (arXiv:2412.19437).
     """
 
     selection_bias: Tensor | None
@@ -154,20 +132,10 @@ def load_balancing_loss(
     It is `top_k` where all experts have the same load, and more elsewhere. The tokens of all layers
     count together. The gradient is that of p alone.
 
-    Args:
-        routings: results of the routers of all layers.
-        mask: booleans, one for each token, True where it counts; None counts all.
-
-    Raises:
-        ValueError: if there is no routing.
-
     Example:
         >>> router = Router(3, num_experts=4, top_k=2)
         >>> load_balancing_loss([router(torch.ones((5, 3)))]).shape
         torch.Size([])
-
-    References:
-        Fedus et al. 2021, equations 4 to 6 (arXiv:2101.03961).
     """
     if not routings:
         raise ValueError(

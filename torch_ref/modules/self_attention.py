@@ -17,13 +17,6 @@ class SelfAttention(TypedModule):
 
         softmax(q k^T / sqrt(d_key)) v    with q = x W_query, k = x W_key, v = x W_value
 
-    Args:
-        d_in: width of the input.
-        d_out: width of the values, and so of the output.
-        qkv_bias: whether the three projections have a bias.
-        d_key: width of queries and keys; None is d_out.
-        backend: name of an attention backend, or `"auto"`.
-
     Shapes:
         `(t, d_in)` to `(t, d_out)` or `(b, t, d_in)` to `(b, t, d_out)`; the weights are `(t, t)`
         or `(b, t, t)`.
@@ -38,9 +31,6 @@ class SelfAttention(TypedModule):
         >>> layer = SelfAttention(3, 2)
         >>> layer(torch.ones((6, 3))).shape
         torch.Size([6, 2])
-
-    References:
-        Vaswani et al. 2017 (arXiv:1706.03762), section 3.2.1.
     """
 
     def __init__(

@@ -13,14 +13,8 @@ from torch_ref.modules.typed import TypedModule
 class SimplifiedSelfAttention(TypedModule):
     """`softmax(x x^T) x`: no parameters, no scaling.
 
-    Args:
-        backend: name of an attention backend, or `"auto"`.
-
     Shapes:
         `(t, d)` or `(b, t, d)`, kept; the weights are `(t, t)` or `(b, t, t)`.
-
-    Raises:
-        ValueError: if the backend is unknown; in the call, if the input has another rank.
 
     Example:
         >>> import torch
