@@ -63,6 +63,7 @@ class Embedding(nnx.Module):
 
     def __call__(self, ids: Integer[Array, "*shape"]) -> Float[Array, "*shape d"]:
         table = self.embedding[...]
+        # A float that is rounded down would look up a row without a word.
         check_ids(dtype_name(ids.dtype))
         ids = clipped(ids, table.shape[0])
         # XLA would gather more than the table is wide.

@@ -16,7 +16,8 @@ from torch_ref.modules.calls import Attention, Bias, CallOptions, run_layer
 from torch_ref.modules.dropout import Dropout
 from torch_ref.modules.typed import TypedModule
 
-_Part = nn.Module  # from tokens to tokens
+# A part of a block, from tokens to tokens.
+_Part = nn.Module
 
 
 class TransformerBlock(TypedModule):
@@ -59,6 +60,7 @@ class TransformerBlock(TypedModule):
         check_type(
             "drop_shortcut", drop_shortcut, Dropout | None, "drop_shortcut=Dropout(...), or None"
         )
+        # A norm that `norm_first` never calls would be a parameter that nothing trains.
         check_block_norms(norm_first, norm1, norm2, post_norm1, post_norm2)
         parts = {
             "ff": ff,
@@ -67,6 +69,7 @@ class TransformerBlock(TypedModule):
             "post_norm1": post_norm1,
             "post_norm2": post_norm2,
         }
+        # What states no width, such as a function, is not checked.
         widths = {name: getattr(part, "d_model", None) for name, part in parts.items()}
         # kdim and vdim are the widths of the key and value inputs, if there are any.
         inputs = {name: getattr(att, name, att.d_in) for name in ("d_out", "kdim", "vdim")}
@@ -96,6 +99,7 @@ class TransformerBlock(TypedModule):
         output.
         """
         check_tokens("x", x, "d_model", self.att.d_in, self.att.context_length)
+        # One for each place where numbers are dropped: equal keys would drop equal places.
         keys = [fold_in(dropout_key, i) for i in range(3)]
         attended = run_layer(
             self.att,
@@ -144,4 +148,5 @@ class TransformerBlock(TypedModule):
     ) -> Tensor:
         y = y if post_norm is None else post_norm(y)
         y = y if self.drop_shortcut is None else self.drop_shortcut(y, dropout_key=key)
+        # Post-norm is that of the first Transformer: the shortcut is normed as well.
         return x + y if self.norm_first or norm is None else norm(x + y)

@@ -45,6 +45,7 @@ class CausalAttention(SelfAttention):
         d_key: int | None = None,
         backend: str = "auto",
     ):
+        # Before any parameter is drawn: a refused layer must not take keys from a stream.
         check_context_length(context_length)
         super().__init__(d_in, d_out, qkv_bias, d_key=d_key, backend=backend)
         self.context_length = context_length
@@ -71,6 +72,7 @@ class CausalAttention(SelfAttention):
         check_tokens("x", x, "d_in", self.d_in, self.context_length)
         return attend_one_head(
             *self.project(x),
+            # The mask that is passed can hide more, and show nothing that is behind a token.
             mask=Mask.causal() & as_mask(mask, heads=False),
             dropout=self.dropout.keyed(dropout_key),
             backend=self.backend,

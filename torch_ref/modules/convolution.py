@@ -28,12 +28,14 @@ class Convolution(TypedModule):
     def __init__(self, channels: int, d_model: int, width: int, stride: int = 1):
         super().__init__()
         check_positive(channels=channels, stride=stride)
+        # An even kernel has no token in its middle, and would shift the output by half a step.
         check_odd(width=width)
         self.channels, self.width, self.stride = channels, width, stride
         self.proj = Linear(channels * width, d_model)
 
     def forward(self, x: Float[Tensor, "*b t c"]) -> Float[Tensor, "*b t2 d"]:
         check_tokens("x", x, "channels", self.channels, None)
+        # As many zeros on both sides: at a stride of 1 the output has as many tokens.
         windows = pad(x, (0, 0, self.width // 2, self.width // 2)).unfold(
             -2, self.width, self.stride
         )

@@ -30,8 +30,10 @@ class DecayRate(TypedModule):
         super().__init__()
         check_positive(num_heads=num_heads, size=size)
         self.num_heads = num_heads
+        low, high = math.log(0.001), math.log(0.1)
         rate = torch.empty(num_heads).uniform_(1.0, 16.0)
-        step = torch.empty(num_heads * size).uniform_(math.log(0.001), math.log(0.1)).exp()
+        step = torch.empty(num_heads * size).uniform_(low, high).exp()
+        # Logarithms, as what is learned may then be any number, and the rate stays positive.
         self.A_log = nn.Parameter(rate.log())
         self.dt_bias = nn.Parameter(step + torch.log(-torch.expm1(-step)))
 

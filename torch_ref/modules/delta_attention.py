@@ -61,6 +61,7 @@ class DeltaAttention(Attention):
         eps: float = 1e-6,
     ):
         super().__init__()
+        # Defaults first: the checks name the values that are used.
         num_key_heads = num_heads if num_key_heads is None else num_key_heads
         value_dim = head_dim if value_dim is None else value_dim
         check_positive(d_in=d_in, d_out=d_out, num_heads=num_heads, num_key_heads=num_key_heads)
@@ -81,6 +82,7 @@ class DeltaAttention(Attention):
         self.conv_query = ShortConvolution(keys, kernel_size)
         self.conv_key = ShortConvolution(keys, kernel_size)
         self.conv_value = ShortConvolution(values, kernel_size)
+        # Over each head: the state has no softmax that would bound what is read from it.
         self.norm = RMSNorm(value_dim, eps)
         self.out_proj = Linear(values, d_out, False)
         self.create_parts()
@@ -116,15 +118,18 @@ class DeltaAttention(Attention):
         check_recurrent_options(options)
         if cache is not None:
             check_type("cache", cache, DeltaCache, "what init_cache of this layer returns")
-            cache.check_shapes(
-                DeltaCache.shapes(len(query) if query.ndim == 3 else None, **self._cached)
-            )
-        if query.ndim == 2:
-            batched = None if cache is None else _each(cache, lambda x: x[None])
-            output, after = self._attend(query[None], as_mask(mask), lengths, batched)
-            return Outputs(output[0], cache=None if after is None else _each(after, lambda x: x[0]))
-        output, after = self._attend(query, as_mask(mask), lengths, cache)
-        return Outputs(output, cache=after)
+            b = len(query) if query.ndim == 3 else None
+            cache.check_shapes(DeltaCache.shapes(b, **self._cached))
+        # A sequence is computed as a batch of one.
+        single = query.ndim == 2
+        if single:
+            query = query[None]
+            cache = _each(cache, lambda x: x[None])
+        output, cache = self._attend(query, as_mask(mask), lengths, cache)
+        if single:
+            output = output[0]
+            cache = _each(cache, lambda x: x[0])
+        return Outputs(output, cache=cache)
 
     def init_cache(
         self, b: int | None, capacity: int, dtype: torch.dtype | None = None
@@ -148,32 +153,36 @@ class DeltaAttention(Attention):
         self, x: Tensor, mask: Mask, lengths: ArrayLike | int | None, cache: DeltaCache | None
     ) -> tuple[Tensor, DeltaCache | None]:
         b, t, _ = x.shape
-        order = (
-            torch.arange(t, device=x.device).expand(b, t) if cache is None else cache.positions(t)
-        )
+        if cache is None:
+            order = torch.arange(t, device=x.device).expand(b, t)
+        else:
+            order = cache.positions(t)
+        # A state forgets at the start of a document: a mask that says more cannot be honoured.
         starts, lengths = documents_of(mask, order, lengths)
-        after, lengths = (0, lengths) if cache is None else cache.count(t, lengths)
-        before = (None, None, None, None) if cache is None else tuple(cache.arrays.values())
+        after = 0
+        before = (None, None, None, None)
+        if cache is not None:
+            after, lengths = cache.count(t, lengths)
+            before = tuple(cache.arrays.values())
+        if lengths is not None:
+            # Padding must not reach the convolutions, which see tokens before their own.
+            x = torch.where(real_tokens(b, t, lengths, x.device)[..., None], x, 0)
         options = {"starts": starts, "lengths": lengths}
-        x = (
-            x
-            if lengths is None
-            else torch.where(real_tokens(b, t, lengths, x.device)[..., None], x, 0)
-        )
         query, last_query = self.conv_query(self.W_query(x), before[0], **options)
         key, last_key = self.conv_key(self.W_key(x), before[1], **options)
         value, last_value = self.conv_value(self.W_value(x), before[2], **options)
-        query, key = (
-            _unit(rearrange(y, "b t (k h) -> b t k h", h=self.head_dim)) for y in (query, key)
-        )
-        value = rearrange(value, "b t (n v) -> b t n v", n=self.num_heads)
-        beta = self.beta(x)
-        found = gated_delta_rule(query, key, value, self.decay(x), beta, state=before[3], **options)
+        query = rearrange(query, "b t (k h) -> b t k h", h=self.head_dim)
+        key = rearrange(key, "b t (k h) -> b t k h", h=self.head_dim)
+        value = rearrange(value, "b t (n v) -> b t n v", v=self.value_dim)
+        tokens = _unit(query), _unit(key), value, self.decay(x), self.beta(x)
+        found = gated_delta_rule(*tokens, state=before[3], **options)
         context = self._gated(found.output, x)
         if cache is not None:
             cache = DeltaCache(last_query, last_key, last_value, found.state, after)
+            # Numbers behind a cache that overflowed would be wrong, which is not to be missed.
             context = torch.where(cache.invalid[:, None, None, None], torch.nan, context)
-        return self.out_proj(rearrange(context, "b t n v -> b t (n v)")), cache
+        joined = rearrange(context, "b t n v -> b t (n v)")
+        return self.out_proj(joined), cache
 
     def _gated(self, heads: Tensor, x: Tensor) -> Tensor:
         return self.norm(heads) * self.gate(x)
@@ -182,9 +191,15 @@ class DeltaAttention(Attention):
 def _unit(x: Tensor) -> Tensor:
     """Return `x / sqrt(sum(x^2) + 1e-6)` over the last axis."""
     y = x.to(accumulation_dtype(x.dtype))
-    return (y * torch.rsqrt(y.square().sum(dim=-1, keepdim=True) + 1e-6)).to(x.dtype)
+    squares = y.square().sum(dim=-1, keepdim=True)
+    return (y * torch.rsqrt(squares + 1e-6)).to(x.dtype)
 
 
-def _each(cache: DeltaCache, change: Callable[[Tensor], Tensor]) -> DeltaCache:
+def _each(cache: DeltaCache | None, change: Callable[[Tensor], Tensor]) -> DeltaCache | None:
+    """Return a cache with every tensor changed, and None for none."""
+    if cache is None:
+        return None
+    # A length that is an integer is that of all rows.
     length = cache.length if isinstance(cache.length, int) else change(cache.length)
-    return cache.replace(**{name: change(x) for name, x in cache.arrays.items()}, length=length)
+    arrays = {name: change(x) for name, x in cache.arrays.items()}
+    return cache.replace(**arrays, length=length)

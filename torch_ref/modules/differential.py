@@ -58,6 +58,7 @@ class DifferentialAttention(MultiHeadAttention):
         eps: float = 1e-5,
         backend: str = "auto",
     ):
+        # Before the parts are built, which would name another argument.
         _check_pairs(num_heads if num_kv_heads is None else num_kv_heads)
         super().__init__(
             *(d_in, d_out, context_length, dropout, num_heads, qkv_bias),
@@ -69,6 +70,7 @@ class DifferentialAttention(MultiHeadAttention):
             backend=backend,
         )
         self.lambda_init, self.eps = lambda_init, eps
+        # Both products start near 0, so that lambda starts near `lambda_init`.
         self.lambda_q1, self.lambda_k1, self.lambda_q2, self.lambda_k2 = (
             nn.Parameter(0.1 * torch.randn(self.head_dim)) for _ in range(4)
         )
@@ -90,8 +92,13 @@ class DifferentialAttention(MultiHeadAttention):
             q, k, values, *others, return_weights=return_weights, **options
         )
         first, second = heads.to(accumulation_dtype(heads.dtype)).chunk(2, dim=-2)
-        normed = rms_normed(first - self.difference().to(first.dtype) * second, self.eps)
-        return ((1 - self.lambda_init) * normed).to(heads.dtype), weights
+        factor = self.difference().to(first.dtype)
+        # Each head by itself, as a group norm does: their scales differ after the subtraction.
+        difference = first - factor * second
+        normed = rms_normed(difference, self.eps)
+        # What the subtraction takes from the heads at the start of training.
+        scale = 1 - self.lambda_init
+        return (scale * normed).to(heads.dtype), weights
 
 
 def differential_lambda(layer: int) -> float:

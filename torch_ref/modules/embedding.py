@@ -32,8 +32,10 @@ class Embedding(TypedModule, nn.Embedding):
         super().__init__(size, d_model)
 
     def forward(self, ids: Integer[Tensor, "*shape"]) -> Float[Tensor, "*shape d"]:
+        # A float that is rounded down would look up a row without a word.
         check_ids(dtype_name(ids.dtype))
         ids = clipped(ids, self.num_embeddings)
+        # Where torch would raise on a CPU, and abort the process on a GPU, JAX gives NaN.
         inside = (ids >= 0) & (ids < self.num_embeddings)
         found = super().forward(torch.where(inside, ids, 0))
         return torch.where(inside[..., None], found, torch.nan)

@@ -33,8 +33,10 @@ class ClampedSwiGLU(SwiGLUBounds, portable=True):
     def __call__(
         self, gate: Float[Tensor, "*shape h"], up: Float[Tensor, "*shape h"]
     ) -> Float[Tensor, "*shape h"]:
-        gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
-        return gate * torch.sigmoid(self.alpha * gate) * (up + 1)
+        bounded = gate.clamp(max=self.limit)
+        other = up.clamp(-self.limit, self.limit)
+        swish = bounded * torch.sigmoid(self.alpha * bounded)
+        return swish * (other + 1)
 
 
 class _Linears(TypedModule):
@@ -43,10 +45,13 @@ class _Linears(TypedModule):
     def __init__(self, num_experts: int, d_in: int, d_out: int, bias: bool):
         super().__init__()
         bound = d_in**-0.5
-        self.weight = nn.Parameter(torch.empty(num_experts, d_out, d_in).uniform_(-bound, bound))
-        self.bias = (
-            nn.Parameter(torch.empty(num_experts, d_out).uniform_(-bound, bound)) if bias else None
-        )
+        weight = torch.empty(num_experts, d_out, d_in)
+        self.weight = nn.Parameter(weight.uniform_(-bound, bound))
+        own = None
+        if bias:
+            values = torch.empty(num_experts, d_out)
+            own = nn.Parameter(values.uniform_(-bound, bound))
+        self.bias = own
 
     def forward(self, x: Float[Tensor, "e *shape d_in"]) -> Float[Tensor, "e *shape d_out"]:
         biases = [None] * len(x) if self.bias is None else self.bias
@@ -98,8 +103,10 @@ class Experts(TypedModule):
 
     def forward(self, x: Float[Tensor, "*shape d"], routing: Routing) -> Float[Tensor, "*shape d"]:
         check_width("x", x, "d_model", self.d_model)
+        # Every expert computes every token, which is plain, and slow: others have weight 0.
         every = x.expand(self.num_experts, *x.shape)
         outputs = self.W_down(self.activation(self.W_gate(every), self.W_up(every)))
+        # As a sum over all experts, so that the order of the chosen ones rounds nothing.
         chosen = nn.functional.one_hot(routing.experts, self.num_experts).to(outputs.dtype)
         weights = torch.einsum("...k,...ke->...e", routing.weights.to(outputs.dtype), chosen)
         return torch.einsum("...e,e...d->...d", weights, outputs)
@@ -115,9 +122,8 @@ def gated(
         tensor([0.])
     """
     if not isinstance(activation, str):
-        check_type(
-            "activation", activation, Callable, 'activation="silu", or a function of gate and up'
-        )
+        remedy = 'activation="silu", or a function of gate and up'
+        check_type("activation", activation, Callable, remedy)
         return activation
     check_choice("activation", activation, tuple(ACTIVATIONS))
     return _Gated(ACTIVATIONS[activation]())

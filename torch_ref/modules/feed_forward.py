@@ -9,6 +9,7 @@ from attn_spec.checks import check_choice, check_positive, check_width
 from torch_ref.modules.linear import Linear
 from torch_ref.modules.typed import TypedModule
 
+# Modules, not functions: they stand in a `Sequential`, where state dicts count them.
 ACTIVATIONS = {
     "gelu_tanh": partial(nn.GELU, "tanh"),
     "gelu_exact": nn.GELU,

@@ -35,6 +35,7 @@ class GatedDeltaNet(DeltaAttention):
 
     def decay(self, x: Tokens) -> Float[Tensor, "b t n"]:
         """Return the logarithm of one decay for each head."""
+        # One decay a head: without its axis of features.
         return self.rate(self.W_decay(x))[..., 0]
 
     def gate(self, x: Tokens) -> Float[Tensor, "b t n v"]:

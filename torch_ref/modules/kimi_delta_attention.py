@@ -37,11 +37,12 @@ class KimiDeltaAttention(DeltaAttention):
 
     def decay(self, x: Tokens) -> Float[Tensor, "b t n h"]:
         """Return the logarithm of one decay for each feature of a key."""
+        # Of low rank, as a full matrix for a decay of each feature would be as large as a
+        # projection.
         return self.rate(self.W_decay_up(self.W_decay_down(x)))
 
     def gate(self, x: Tokens) -> Float[Tensor, "b t n v"]:
         """Return `sigmoid(x W_gate_down W_gate_up)`."""
-        gate = rearrange(
-            self.W_gate_up(self.W_gate_down(x)), "b t (n v) -> b t n v", n=self.num_heads
-        )
+        gate = self.W_gate_up(self.W_gate_down(x))
+        gate = rearrange(gate, "b t (n v) -> b t n v", n=self.num_heads)
         return gate.sigmoid()

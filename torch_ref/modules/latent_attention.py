@@ -107,9 +107,11 @@ class MultiHeadLatentAttention(HeadAttention):
         check_type("scores", scores, Scores, "scores=Scores(soft_cap=50.0)")
         if rope is not None:
             rope.check_head_dim(qk_rope_head_dim)
+        # Norms of latents, not of heads: their width is the rank.
         check_latent_norm("q_norm", q_norm, q_lora_rank)
         check_latent_norm("kv_norm", kv_norm, kv_lora_rank)
         self.d_in, self.d_out, self.num_heads = d_in, d_out, num_heads
+        # What the scale follows from: a query has both parts.
         self.head_dim = qk_nope_head_dim + qk_rope_head_dim
         self.kv_lora_rank, self.qk_nope_head_dim = kv_lora_rank, qk_nope_head_dim
         self.qk_rope_head_dim = qk_rope_head_dim
@@ -176,25 +178,38 @@ class MultiHeadLatentAttention(HeadAttention):
 
     def _queries(self, x: Tensor, positions: ArrayLike) -> Tensor:
         """Return the queries `(b, t, n, h)`, their last features rotated."""
-        x = x if self.W_query_down is None else self.W_query_down(x)
-        x = x if self.q_norm is None else self.q_norm(x)
+        if self.W_query_down is not None:
+            x = self.W_query_down(x)
+        if self.q_norm is not None:
+            x = self.q_norm(x)
         to_heads: Linear = self.W_query or self.W_query_up  # pyright: ignore[reportAssignmentType]
         q = rearrange(to_heads(x), "... t (n h) -> ... t n h", n=self.num_heads)
-        plain, rotated = q[..., : self.qk_nope_head_dim], q[..., self.qk_nope_head_dim :]
-        rotated = rotated if self.rope is None else self.rope(rotated, positions)
+        width = self.qk_nope_head_dim
+        plain, rotated = q[..., :width], q[..., width:]
+        if self.rope is not None:
+            rotated = self.rope(rotated, positions)
         return torch.cat([plain, rotated], dim=-1)
 
     def _latents(self, x: Tensor, positions: ArrayLike) -> Tensor:
         """Return what is cached of tokens, `(b, t, 1, kv_lora_rank + qk_rope_head_dim)`."""
         both = self.W_latent(x)
-        latent, rotated = both[..., : self.kv_lora_rank], both[..., None, self.kv_lora_rank :]
-        latent = latent if self.kv_norm is None else self.kv_norm(latent)
-        rotated = rotated if self.rope is None else self.rope(rotated, positions)
+        latent = both[..., : self.kv_lora_rank]
+        # One head: all query heads share the rotated features, and the cache has an axis of heads.
+        rotated = both[..., None, self.kv_lora_rank :]
+        if self.kv_norm is not None:
+            latent = self.kv_norm(latent)
+        if self.rope is not None:
+            rotated = self.rope(rotated, positions)
         return torch.cat([latent[..., None, :], rotated], dim=-1)
 
     def _keys_and_values(self, latents: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys and values of all heads."""
-        latent, rotated = latents[..., 0, : self.kv_lora_rank], latents[..., self.kv_lora_rank :]
-        both = rearrange(self.W_key_value(latent), "... s (n h) -> ... s n h", n=self.num_heads)
-        k, v = both[..., : self.qk_nope_head_dim], both[..., self.qk_nope_head_dim :]
-        return torch.cat([k, rotated.expand(*k.shape[:-1], -1)], dim=-1), v
+        latent = latents[..., 0, : self.kv_lora_rank]
+        rotated = latents[..., self.kv_lora_rank :]
+        # Keys and values of all heads come from one matrix, as in the paper.
+        both = self.W_key_value(latent)
+        both = rearrange(both, "... s (n h) -> ... s n h", n=self.num_heads)
+        width = self.qk_nope_head_dim
+        k, v = both[..., :width], both[..., width:]
+        rotated = rotated.expand(*k.shape[:-1], -1)
+        return torch.cat([k, rotated], dim=-1), v

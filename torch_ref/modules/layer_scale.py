@@ -23,8 +23,10 @@ class LayerScale(TypedModule):
         super().__init__()
         check_positive(d_model=d_model)
         self.d_model = d_model
+        # It starts small where a model is deep: each layer then adds little at first.
         self.scale = nn.Parameter(torch.full((d_model,), initial))
 
     def forward(self, x: Float[Tensor, "*shape d"]) -> Float[Tensor, "*shape d"]:
+        # Another width of 1 would broadcast.
         check_width("x", x, "d_model", self.d_model)
         return x * self.scale

@@ -22,5 +22,6 @@ class Linear(TypedModule, nn.Linear):
     """
 
     def __init__(self, d_in: int, d_out: int, bias: bool = True):
+        # torch itself takes a width of 0, and warns that there is nothing to draw.
         check_positive(d_in=d_in, d_out=d_out)
         super().__init__(d_in, d_out, bias)

@@ -41,6 +41,7 @@ class MixtureOfExperts(TypedModule):
         shared_gate: nn.Module | None = None,
     ):
         super().__init__()
+        # Both by class: the loss reads what a `Router` returns, and a mesh splits `Experts`.
         check_type("router", router, Router, "router=Router(...)")
         check_type("experts", experts, Experts, "experts=Experts(...)")
         sizes = (router.num_experts, router.d_model), (experts.num_experts, experts.d_model)
@@ -55,5 +56,6 @@ class MixtureOfExperts(TypedModule):
         y = self.experts(x, self.router(x))
         if self.shared is None:
             return y
+        # Every token has it, whatever the router chooses for the token.
         shared = self.shared(x)
         return y + (shared if self.shared_gate is None else self.shared_gate(x).sigmoid() * shared)

@@ -43,6 +43,7 @@ class MultiHeadAttentionWrapper(TypedModule):
     ):
         super().__init__()
         check_positive(num_heads=num_heads)
+        # Each draws its own parameters, one head after the other, as the book does.
         self.heads = nn.ModuleList(
             [
                 CausalAttention(d_in, d_out, context_length, dropout, qkv_bias, backend=backend)
@@ -64,6 +65,7 @@ class MultiHeadAttentionWrapper(TypedModule):
         """
         found = []
         for i, head in enumerate(self.heads):
+            # Equal keys would drop the same weights in every head.
             key = fold_in(dropout_key, i)
             options = {"mask": mask, "dropout_key": key, "return_weights": return_weights}
             found.append(run_layer(head, x, **options))

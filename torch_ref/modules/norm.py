@@ -35,9 +35,12 @@ class LayerNorm(TypedModule):
         check_width("x", x, "d_model", self.d_model)
         dtype = torch.promote_types(x.dtype, self.scale.dtype)
         x = x.to(accumulation_dtype(x.dtype))
+        # What is left is centred, so that the mean of its squares is the variance.
         x = x - x.mean(dim=-1, keepdim=True)
-        x = x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + self.eps)
-        x = x * self.scale if self.shift is None else x * self.scale + self.shift
+        x = rms_normed(x, self.eps)
+        x = x * self.scale
+        if self.shift is not None:
+            x = x + self.shift
         return x.to(dtype)
 
 

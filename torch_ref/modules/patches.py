@@ -33,6 +33,8 @@ class Patches(TypedModule):
         self.proj = Linear(channels * height * width, d_model)
 
     def forward(self, images: Float[Tensor, "*b c rows columns"]) -> Float[Tensor, "*b t d"]:
+        # Rows that are left over would be cut off without a word.
         check_image(tuple(images.shape), self.channels, self.height, self.width)
         sizes = {"p": self.height, "q": self.width}
+        # In the order of a kernel of `torch.nn.Conv2d`, so that its weights load.
         return self.proj(rearrange(images, "... c (i p) (j q) -> ... (i j) (c p q)", **sizes))

@@ -90,20 +90,26 @@ class Router(TypedModule):
 
     def forward(self, x: Float[Tensor, "*shape d"]) -> Routing:
         check_width("x", x, "d_model", self.d_model)
-        dtype = accumulation_dtype(torch.promote_types(x.dtype, self.W_router.weight.dtype))
-        bias = None if self.W_router.bias is None else self.W_router.bias.to(dtype)
-        logits = functional.linear(x.to(dtype), self.W_router.weight.to(dtype), bias)
+        # In float32 for lower dtypes: a rounded logit would choose another expert.
+        weight, bias = self.W_router.weight, self.W_router.bias
+        dtype = accumulation_dtype(torch.promote_types(x.dtype, weight.dtype))
+        if bias is not None:
+            bias = bias.to(dtype)
+        logits = functional.linear(x.to(dtype), weight.to(dtype), bias)
         scores = SCORES[self.scores](logits)
         weights, experts = self._chosen(scores, self._preferred(scores))
-        if self.renormalize:  # sigmoids may all vanish
-            weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
+        if self.renormalize:
+            # Sigmoids may all vanish.
+            total = weights.sum(dim=-1, keepdim=True) + 1e-20
+            weights = weights / total
+        # The loss is about the logits; the scale is of the output alone.
         return Routing(self.scale * weights, experts, logits)
 
     def _preferred(self, scores: Tensor) -> Tensor:
         """Return the scores that experts are chosen by."""
-        return (
-            scores if self.selection_bias is None else scores + self.selection_bias.to(scores.dtype)
-        )
+        if self.selection_bias is None:
+            return scores
+        return scores + self.selection_bias.to(scores.dtype)
 
     def _chosen(self, scores: Tensor, preferred: Tensor) -> tuple[Tensor, Tensor]:
         """Return the scores and the numbers of the experts of each token."""
@@ -115,10 +121,13 @@ class Router(TypedModule):
         if self.groups == 1:
             return scores
         grouped = rearrange(scores, "... (g e) -> ... g e", g=self.groups)
+        # A group is as good as its two best experts together, as in DeepSeek-V3.
         best_two = grouped.topk(2, dim=-1).values.sum(dim=-1)
         chosen = best_two.topk(self.top_groups, dim=-1).indices
-        open_groups = torch.zeros_like(best_two, dtype=torch.bool).scatter(-1, chosen, True)
-        return rearrange(grouped.where(open_groups[..., None], -torch.inf), "... g e -> ... (g e)")
+        closed = torch.ones_like(best_two, dtype=torch.bool)
+        closed = closed.scatter(-1, chosen, False)
+        eligible = grouped.masked_fill(closed[..., None], -torch.inf)
+        return rearrange(eligible, "... g e -> ... (g e)")
 
 
 def load_balancing_loss(
@@ -142,14 +151,14 @@ def load_balancing_loss(
             "the load is that of the routers of one layer at least; got no routing. Pass those of a"
             " model"
         )
+    # All layers count together, so that one of them may be uneven.
     logits = torch.stack([routing.logits for routing in routings])
     chosen = torch.stack([routing.experts for routing in routings])
-    real = (
-        logits.new_ones(logits.shape[1:-1], dtype=torch.bool)
-        if mask is None
-        else torch.as_tensor(mask).bool()
-    )
-    real = real.expand(logits.shape[:-1])
-    count = logits.shape[-1]
-    given = functional.one_hot(chosen, count).sum(dim=-2)[real].to(logits.dtype)
-    return count * (given.mean(dim=0) * logits.softmax(dim=-1)[real].mean(dim=0)).sum()
+    *shape, count = logits.shape
+    real = logits.new_ones(()) if mask is None else torch.as_tensor(mask)
+    real = real.bool().expand(shape)
+    # Only real tokens are counted: padding is routed as well.
+    given = functional.one_hot(chosen, count).sum(dim=-2).to(logits.dtype)
+    load = given[real].mean(dim=0)
+    probability = logits.softmax(dim=-1)[real].mean(dim=0)
+    return count * (load * probability).sum()

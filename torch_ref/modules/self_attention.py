@@ -43,6 +43,7 @@ class SelfAttention(TypedModule):
         backend: str = "auto",
     ):
         super().__init__()
+        # Products of queries and keys do not depend on the width of the values.
         d_key = d_out if d_key is None else d_key
         check_positive(d_in=d_in, d_out=d_out, d_key=d_key)
         check_backend(backend)
@@ -61,6 +62,7 @@ class SelfAttention(TypedModule):
     ) -> Outputs[Cache]:
         """Return the context vectors, with the weights if `return_weights`."""
         check_tokens("x", x, "d_in", self.d_in, None)
+        # Without the axis of heads, which the textbook's formula does not have either.
         return attend_one_head(
             *self.project(x),
             mask=mask,

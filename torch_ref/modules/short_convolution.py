@@ -41,5 +41,6 @@ class ShortConvolution(TypedModule):
         lengths: ArrayLike | int | None = None,
     ) -> Convolved:
         """Return the output and the inputs that the next tokens need; see `short_convolution`."""
+        # The state is what decoding needs: the last inputs before the next token.
         output, state = short_convolution(x, self.weight.T, state, starts=starts, lengths=lengths)
         return Convolved(functional.silu(output), state)
