@@ -34,11 +34,10 @@ def named(*axes: str | None, unit: tuple[int, ...] = ()) -> dict[str, Any]:
         >>> nnx.Param(jnp.ones((3, 4)), **named("embed", "hidden")).out_sharding
         ('embed', 'hidden')
     """
-    return {
-        "out_sharding": axes,
-        "eager_sharding": False,
-        **({_UNIT: unit} if max(unit, default=1) > 1 else {}),
-    }
+    found: dict[str, Any] = {"out_sharding": axes, "eager_sharding": False}
+    if max(unit, default=1) > 1:
+        found[_UNIT] = unit
+    return found
 
 
 def name_first_axis(variable: nnx.Variable) -> None:
@@ -152,6 +151,7 @@ def create(build: Callable[..., M], mesh: Any, *modules: nnx.Pytree) -> M:
     def run(state: Any) -> M:
         return build(*nnx.merge(graph, state))
 
+    # Traced twice: the shardings follow from the shapes, and must be known to compile.
     shapes = abstract(run, state)
     make = jax.jit(lambda state: nnx.state(run(state)), out_shardings=shardings(shapes, mesh))
     return nnx.merge(nnx.graphdef(shapes), make(state))
@@ -204,21 +204,18 @@ def specs(state: S, mesh: Any, only: str | None = None, but: Collection[str] = (
     """
 
     def of_one(x: nnx.Variable) -> nnx.Variable:
-        names, shape = x.get_metadata().get("out_sharding"), x.shape
-        if not names or len(names) != len(
-            shape
-        ):  # some optimizers keep sums over axes of a parameter
+        metadata, shape = x.get_metadata(), x.shape
+        names = metadata.get("out_sharding")
+        # Some optimizers keep sums over axes of a parameter, with the names of all.
+        if not names or len(names) != len(shape):
             return x.replace(PartitionSpec())
-        unit = x.get_metadata().get(_UNIT, (1,) * len(shape))
-        found = spec(names, mesh, [size // each for size, each in zip(shape, unit, strict=True)])
-        wanted = (
-            only in (None, name) and not set(axes_in(entry)) & set(but)
-            for name, entry in zip(names, found, strict=True)
-        )
-        return x.replace(
-            PartitionSpec(
-                *(entry if keep else None for keep, entry in zip(wanted, found, strict=True))
-            )
-        )
+        # What must stay together counts as one: a head is on one device.
+        unit = metadata.get(_UNIT, (1,) * len(shape))
+        counts = [size // each for size, each in zip(shape, unit, strict=True)]
+        entries = list(spec(names, mesh, counts))
+        for axis, name in enumerate(names):
+            if only not in (None, name) or set(axes_in(entries[axis])) & set(but):
+                entries[axis] = None
+        return x.replace(PartitionSpec(*entries))
 
     return jax.tree.map(of_one, state, is_leaf=lambda x: isinstance(x, nnx.Variable))
