@@ -58,6 +58,7 @@ class Embedding(nnx.Module):
         check_positive(size=size, d_model=d_model)
         check_dtypes(dtype=dtype, param_dtype=param_dtype)
         self.dtype, self.precision = dtype, precision
+        self.dot_general = dot_general
         table = redrawn(normal())(next_key(rngs.params), (size, d_model), param_dtype)
         self.embedding = nnx.Param(table, **named(*axes))
 
@@ -83,6 +84,6 @@ class Embedding(nnx.Module):
         table = self.embedding[...]
         dtype = jnp.result_type(x, table) if self.dtype is None else self.dtype
         contract_last = (((x.ndim - 1,), (1,)), ((), ()))
-        return dot_general(
+        return self.dot_general(
             x.astype(dtype), table.astype(dtype), contract_last, precision=self.precision
         )

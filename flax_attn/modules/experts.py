@@ -160,6 +160,7 @@ class Experts(nnx.Module):
         numerics = {"param_dtype": param_dtype, "rngs": rngs}
         self.num_experts, self.d_model, self.form = num_experts, d_model, form
         self.activation = gated(activation)
+        self.grouped_product = grouped_product
         self.dtype, self.precision = dtype, precision
         self.W_gate = _Linears(
             num_experts, d_model, d_hidden, bias, ("embed", "hidden"), **numerics
@@ -182,7 +183,7 @@ class Experts(nnx.Module):
         if form == "auto":
             # On a CPU's mesh a grouped product multiplies every row with every matrix in any case.
             form = "dense" if platform_of(x) == "cpu" and not tiled(x) else "sorted"
-        compute = partial(_FORMS[form], self.activation, self.precision)
+        compute = partial(_FORMS[form], self.activation, self.grouped_product, self.precision)
         return on_mesh(
             compute,
             x.astype(dtype),
@@ -221,7 +222,9 @@ class _Gated:
         return self.activation(gate) * up
 
 
-def _dense(activation, precision, x: Array, weights: Array, experts: Array, own: _Weights) -> Array:
+def _dense(
+    activation, grouped, precision, x: Array, weights: Array, experts: Array, own: _Weights
+) -> Array:
     """Return the sum over all experts here; those not chosen have weight 0."""
 
     def linear(name: str, form: str, x: Array) -> Array:
@@ -241,7 +244,7 @@ def _dense(activation, precision, x: Array, weights: Array, experts: Array, own:
 
 
 def _sorted(
-    activation, precision, x: Array, weights: Array, experts: Array, own: _Weights
+    activation, grouped, precision, x: Array, weights: Array, experts: Array, own: _Weights
 ) -> Array:
     """Return the sum over the experts here, each of which computes its own tokens."""
     count = len(own["gate"])
@@ -254,7 +257,7 @@ def _sorted(
     of_row = jnp.minimum(flat[order], count - 1)
 
     def linear(name: str, x: Array) -> Array:
-        y = grouped_product(x, own[name], sizes, precision)
+        y = grouped(x, own[name], sizes, precision)
         bias = own.get(f"{name} bias")
         return y if bias is None else add(y, lookup(bias, of_row))
 

@@ -46,12 +46,24 @@ def grouped_product(
         >>> grouped_product(rows, matrices, jnp.array([1, 2])).tolist()
         [[0.0, 1.0], [20.0, 30.0], [40.0, 50.0]]
     """
-    if not tiled(rows):
-        return lax.ragged_dot(rows, matrices, sizes, precision=precision)
-    takes = native.takes(rows, matrices, precision)
-    if takes:
+    if tiled(rows) and native.takes(rows, matrices, precision):
         return native.grouped(rows, matrices, sizes)
-    return _product(precision, rows, matrices, sizes)
+    return grouped_product_of_xla(rows, matrices, sizes, precision)
+
+
+def grouped_product_of_xla(
+    rows: Array, matrices: Array, sizes: Array, precision: PrecisionLike = None
+) -> Array:
+    """Return `grouped_product` without the library: XLA computes every product.
+
+    Example:
+        >>> rows, matrices = jnp.ones((3, 2)), jnp.stack([jnp.eye(2), 10 * jnp.eye(2)])
+        >>> grouped_product_of_xla(rows, matrices, jnp.array([1, 2])).tolist()
+        [[1.0, 1.0], [10.0, 10.0], [10.0, 10.0]]
+    """
+    if tiled(rows):
+        return _product(precision, rows, matrices, sizes)
+    return lax.ragged_dot(rows, matrices, sizes, precision=precision)
 
 
 def tiled(rows: Array) -> bool:

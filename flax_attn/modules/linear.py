@@ -13,7 +13,7 @@ from flax_attn.backends.platform import platform_of
 from flax_attn.functional.dtypes import accumulation_dtype
 from flax_attn.functional.parameter_sums import spread
 from flax_attn.modules.initialisation import check_dtypes, check_rngs, for_flax, redrawn, uniform
-from flax_attn.modules.matrix_product import dot_general, unrounded
+from flax_attn.modules.matrix_product import PRODUCTS, dot_general, unrounded
 from flax_attn.sharding.parameters import named
 
 
@@ -88,11 +88,11 @@ class Linear(nnx.Linear):
         operands = inputs, self.kernel[...], bias
         x, kernel, bias = self.promote_dtype(operands, dtype=self.dtype)
         # What somebody has set to a product of their own, or asked to be of a dtype, stays that.
-        own = self.dot_general is not dot_general or self.preferred_element_type is not None
+        own = self.dot_general not in PRODUCTS or self.preferred_element_type is not None
         if bias is None or own or accumulation_dtype(x.dtype) == x.dtype:
             return super().__call__(inputs, out_sharding)
         multiply = partial(
-            dot_general,
+            self.dot_general,
             dimension_numbers=(((x.ndim - 1,), (0,)), ((), ())),
             precision=self.precision,
             out_sharding=out_sharding,

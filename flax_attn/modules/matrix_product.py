@@ -43,6 +43,28 @@ def dot_general(x: Array, matrix: Array, dimension_numbers: Any, **options: Any)
         >>> dot_general(jnp.ones((2, 5, 3)), jnp.ones((3, 4)), (((2,), (0,)), ((), ()))).shape
         (2, 5, 4)
     """
+    return _multiply(native.takes, x, matrix, dimension_numbers, **options)
+
+
+def dot_general_of_xla(x: Array, matrix: Array, dimension_numbers: Any, **options: Any) -> Array:
+    """Return `dot_general` without the library: XLA computes every product.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> numbers = (((1,), (0,)), ((), ()))
+        >>> dot_general_of_xla(jnp.ones((5, 3)), jnp.ones((3, 4)), numbers).shape
+        (5, 4)
+    """
+    return _multiply(lambda *factors, **options: False, x, matrix, dimension_numbers, **options)
+
+
+# What `set_backend` exchanges for one another.
+PRODUCTS = (dot_general, dot_general_of_xla)
+
+
+def _multiply(
+    takes: Callable[..., bool], x: Array, matrix: Array, dimension_numbers: Any, **options: Any
+) -> Array:
     if not mesh_of(x, matrix).empty:
         return sharded_dot_general(x, matrix, dimension_numbers, **options)
     if platform_of(x) != "cpu":
@@ -50,11 +72,10 @@ def dot_general(x: Array, matrix: Array, dimension_numbers: Any, **options: Any)
     (_, contracted), batch = dimension_numbers
     *shape, d = x.shape
     tokens = x.reshape(-1, d)
-    takes = native.takes(tokens, matrix, **options)
     # In a lower dtype each part would be rounded before they are summed.
     single = len(tokens) == 1 and contracted == (0,)
     divisible = single and d % _PARTS == 0 and accumulation_dtype(x.dtype) == x.dtype
-    if takes and not (divisible and is_amd()):
+    if takes(tokens, matrix, **options) and not (divisible and is_amd()):
         product = native.product(tokens, matrix, *contracted, **options)
     elif divisible:
         parts = tokens.reshape(_PARTS, 1, -1)
