@@ -3,6 +3,8 @@
 Only in flax_attn: torch_ref has one backend.
 """
 
+from typing import Any
+
 from flax import nnx
 
 from attn_spec.checks import check_type
@@ -45,10 +47,13 @@ def set_backend(model: nnx.Module, backend: str) -> None:
             " layers"
         )
     model.set_attributes(backend=backend)
-    from_library = backend in ("auto", "native")
-    for _, module in nnx.iter_modules(model):
+    product, grouped = dot_general, grouped_product
+    if backend not in ("auto", "native"):
+        product, grouped = dot_general_of_xla, grouped_product_of_xla
+    part: Any
+    for _, part in nnx.iter_modules(model):
         # A product that somebody else has set stays.
-        if getattr(module, "dot_general", None) in PRODUCTS:
-            module.dot_general = dot_general if from_library else dot_general_of_xla
-        if isinstance(module, Experts):
-            module.grouped_product = grouped_product if from_library else grouped_product_of_xla
+        if getattr(part, "dot_general", None) in PRODUCTS:
+            part.dot_general = product
+        if isinstance(part, Experts):
+            part.grouped_product = grouped

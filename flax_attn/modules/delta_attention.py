@@ -163,7 +163,8 @@ class DeltaAttention(Attention):
         if cache is not None:
             check_type("cache", cache, DeltaCache, "what init_cache of this layer returns")
             b = len(query) if query.ndim == 3 else None
-            cache.check_shapes(DeltaCache.shapes(b, **self._cached))
+            wanted = DeltaCache.shapes(b, **self._cached)
+            cache.check_shapes(wanted)
         # A sequence is computed as a batch of one. None, for no cache, is an empty tree.
         single = query.ndim == 2
         if single:

@@ -69,8 +69,10 @@ class MixtureOfExperts(nnx.Module):
         gate_alone = shared is None and shared_gate is not None
         check_experts(of_router, of_experts, of_shared, gate_alone)
         self.d_model = router.d_model
-        self.router, self.experts = router, experts
-        self.shared, self.shared_gate = shared, shared_gate
+        self.router = router
+        self.experts = experts
+        self.shared = shared
+        self.shared_gate = shared_gate
 
     def __call__(self, x: Float[Array, "*shape d"]) -> Float[Array, "*shape d"]:
         y = self.experts(x, self.router(x))

@@ -49,8 +49,10 @@ class MixtureOfExperts(TypedModule):
             *sizes, getattr(shared, "d_model", None), shared is None and shared_gate is not None
         )
         self.d_model = router.d_model
-        self.router, self.experts = router, experts
-        self.shared, self.shared_gate = shared, shared_gate
+        self.router = router
+        self.experts = experts
+        self.shared = shared
+        self.shared_gate = shared_gate
 
     def forward(self, x: Float[Tensor, "*shape d"]) -> Float[Tensor, "*shape d"]:
         y = self.experts(x, self.router(x))
