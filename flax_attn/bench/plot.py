@@ -32,12 +32,12 @@ def plot_growth(report: BenchmarkReport) -> Figure:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError('a plot needs matplotlib: pip install "flax-attn[bench]"') from error
-    if not names(report.rows, "tokens"):
+    shown = names(report.rows, "tokens")
+    if not shown:
         raise ValueError(
             "a plot shows the growth over tokens, which this run did not measure. Leave out --shape"
         )
     figure = Figure(figsize=(12, 5), layout="constrained")
-    shown = names(report.rows, "tokens")
     panels = figure.subplots(1, 2)
     for panel, (cost, label, unit, textbook) in zip(panels, PANELS, strict=True):
         for i, name in enumerate(shown):
