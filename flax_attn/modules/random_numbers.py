@@ -27,7 +27,7 @@ _FLOATS = ("bfloat16", "float16", "float32", "float64")
 _SHORT, _LONG = 2**13, 2**18
 # Up to as many are drawn in short blocks, and uniform ones by NumPy.
 _FEW = 2**16
-# Bytes.
+# Bytes that JAX on CPUs wants an array to be aligned to.
 _ALIGNMENT = 64
 # More numbers are drawn by a program of their shape: blocks pass through the memory of the host.
 _MOST_ON_ACCELERATOR = 2**22

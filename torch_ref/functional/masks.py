@@ -113,7 +113,8 @@ class Mask:
         """Any boolean array that broadcasts to `(b, n, t, s)`."""
         return Mask((Dense(as_booleans(array)),))
 
-    __array_priority__ = 1  # array & mask comes here too
+    # NumPy leaves `array & mask` to the mask.
+    __array_priority__ = 1
 
     def __and__(self, other: Mask | ArrayLike) -> Mask:
         return Mask(self.parts + as_mask(other).parts)
@@ -140,6 +141,7 @@ class Mask:
         """
         rows = rows[None, None, :, None]
         cols = cols[None, None, None, :]
+        # Axes of 1 until a part needs more: a causal mask has no row of the batch.
         allowed = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=rows.device)
         for part in self.parts:
             allowed = allowed & part.allow(rows, cols)

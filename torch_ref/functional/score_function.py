@@ -50,6 +50,7 @@ class ScoreFunction:
     def apply(self, scores: Weights) -> Weights:
         """Return the new scores."""
         b, n, t, s = scores.shape
+        # Before it is called, so that an error names the arguments it must take.
         check_function("score", self.function, SCORES)
         rows = _as_rows("query", self.query_positions, b, t)
         cols = _as_rows("key", self.key_positions, b, s)
@@ -59,6 +60,7 @@ class ScoreFunction:
             rows[:, None, :, None],
             cols[:, None, None, :],
         )
+        # Positions may come from the host, as lengths do.
         indices = [x.to(scores.device) for x in indices]
         result = called("score", self.function, scores, *indices)
         shape = tuple(result.shape)

@@ -42,6 +42,7 @@ def short_convolution(
         >>> short_convolution(x, kernel).output[:, 0]
         tensor([ 0.,  1., 12., 23.])
     """
+    # Before anything is computed: shapes that do not fit would broadcast.
     check_short_convolution(tuple(x.shape), tuple(kernel.shape), shape_of(state), shape_of(starts))
     if x.ndim == 2:
         found = short_convolution(
@@ -70,9 +71,11 @@ def _weighted_sums(inputs: Tensor, documents: Tensor, kernel: Tensor) -> Tensor:
     own = documents[:, before:]
     t = own.shape[1]
     shape = (*own.shape, kernel.shape[1])
+    # In float32 for lower dtypes: each input is added to it.
     output = torch.zeros(shape, dtype=dtype, device=inputs.device)
     for i in range(before + 1):
         window = slice(i, i + t)
+        # A token sees no inputs of the document before its own.
         same = documents[:, window] == own
         seen = torch.where(same[..., None], inputs[:, window], 0)
         weights = kernel[i].to(dtype)

@@ -40,6 +40,7 @@ class Bert(TextEncoder[BertConfig]):
         """Set the tables of tokens, types and positions, and the norm and dropout of their sum."""
         config, d_model = self.config, self.config.d_model
         self.tok_emb = Embedding(config.vocab_size, d_model)
+        # Both sentences of a pair pass through the model together.
         self.type_emb = Embedding(config.num_types, d_model)
         self.pos_emb = Embedding(config.context_length, d_model)
         self.emb_norm = LayerNorm(d_model, config.eps)
@@ -56,6 +57,7 @@ class Bert(TextEncoder[BertConfig]):
             FeedForward(d, config.d_hidden, config.activation),
             LayerNorm(d, config.eps),
             LayerNorm(d, config.eps),
+            # As in the first Transformer: the norms stand after the sums.
             norm_first=False,
             drop_shortcut=Dropout(config.dropout),
         )

@@ -32,9 +32,9 @@ class Gemma(Decoder[C]):
     ) -> Tokens:
         """Return the vectors of tokens, times the square root of their width."""
         x = super().embed(tokens, positions, dropout_key)
-        return x * torch.tensor(
-            self.config.d_model**0.5, dtype=x.dtype, device=x.device
-        )  # rounded, as in training
+        # Rounded, as in training.
+        factor = torch.tensor(self.config.d_model**0.5, dtype=x.dtype, device=x.device)
+        return x * factor
 
     def attention(self, layer: int, **options: Any) -> MultiHeadAttention:
         """Return the attention of a layer, with biases if the config asks for them."""

@@ -85,6 +85,7 @@ def create_gpt2_attention(
         >>> create_gpt2_attention("small").num_heads
         12
     """
+    # Both "small" and "gpt2-small" are names of a size.
     name = size if size in GPT2_CONFIGS else f"gpt2-{size}"
     check_choice("size", size if name not in GPT2_CONFIGS else name, tuple(GPT2_CONFIGS))
     config = GPT2_CONFIGS[name]

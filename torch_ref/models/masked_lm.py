@@ -39,10 +39,12 @@ class MaskedLMHead(TypedModule):
         check_choice("activation", activation, tuple(ACTIVATIONS))
         self.dense = Linear(d_model, d_model, dense_bias)
         self.activation, self.norm = ACTIVATIONS[activation](), norm
+        # It starts at 0, as in transformers.
         self.bias = nn.Parameter(torch.zeros(vocab_size)) if bias else None
 
     def forward(
         self, x: Float[Tensor, "*shape d"], table: Embedding
     ) -> Float[Tensor, "*shape vocab"]:
+        # The table of the embedding is the last matrix: only the bias is the head's own.
         logits = table.attend(self.norm(self.activation(self.dense(x))))
         return logits if self.bias is None else logits + self.bias

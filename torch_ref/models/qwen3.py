@@ -26,4 +26,5 @@ class Qwen3(Decoder[Qwen3Config]):
 
     def head_norms(self) -> dict[str, Any]:
         """Return the norms of queries and keys, each head by itself."""
+        # As wide as one head, which tells the attention not to join them.
         return {name: self.norm(self.config.head_width) for name in ("q_norm", "k_norm")}

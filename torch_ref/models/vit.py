@@ -34,6 +34,7 @@ class ViT(ImageEncoder[ViTConfig]):
         super().create_head()
         d, d_pooled = self.config.d_model, self.config.d_pooled
         width = d if d_pooled is None else d_pooled
+        # A width of 0 says that there is none.
         self.pooler = Linear(d, width) if width else None
 
     def pooled(self, hidden: Tokens) -> Float[Tensor, "*b pooled"]:
@@ -60,6 +61,7 @@ class ViTClassifier(ViT):
 
     def create_head(self) -> None:
         """Set the norm behind the blocks and the classifier."""
+        # The classifier reads the class token itself.
         self.final_norm, self.pooler = self.norm(), None
         self.classifier = Linear(self.config.d_model, len(self.config.labels))
 
