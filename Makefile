@@ -115,7 +115,7 @@ test-gpu: .venv-gpu/installed
 	.venv-gpu/bin/pytest -ra tests/backends/test_cudnn_kernels.py tests/tools/test_aot.py $(ARGS)
 
 # Folders whose lines hold one idea each; the others are still to be written so.
-READABLE := attn_spec $(addprefix flax_attn/, cli convert plan proof)
+READABLE := attn_spec torch_ref/models torch_ref/modules $(addprefix flax_attn/, aot bench cli convert modules native plan proof training)
 
 lint: .venv/installed
 	$(BIN)/ruff format --check

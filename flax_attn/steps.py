@@ -17,7 +17,7 @@ STEPS = {
 }
 
 
-class Step(NamedTuple):
+class Intermediate(NamedTuple):
     """One intermediate: its name, the letters of its axes, its shape and its meaning."""
 
     name: str
@@ -26,7 +26,7 @@ class Step(NamedTuple):
     meaning: str
 
 
-def steps(module: nnx.Module, *inputs: Any, **options: Any) -> list[Step]:
+def steps(module: nnx.Module, *inputs: Any, **options: Any) -> list[Intermediate]:
     """Return the named intermediates of `module(*inputs, **options)` in order.
 
     The module is traced, not computed, with the reference backend whatever its own: other backends
@@ -52,7 +52,7 @@ def steps(module: nnx.Module, *inputs: Any, **options: Any) -> list[Step]:
         # Modules name other arrays as well, for rematerialisation.
         if name in STEPS:
             axes, meaning = STEPS[name]
-            found.append(Step(name, axes, shape, meaning))
+            found.append(Intermediate(name, axes, shape, meaning))
     return found
 
 

@@ -1,4 +1,9 @@
-"""The attention variants of `flax_attn` in plain PyTorch: the readable reference."""
+"""The attention variants of `flax_attn` in plain PyTorch: the readable reference.
+
+Files, names, arguments and defaults are those of `flax_attn`. A docstring here has the formula, the
+shapes and an example; what the twin of the same name says word for word, on arguments, errors and
+references, stands there alone.
+"""
 
 from attn_spec.frequencies import (
     DynamicNTKScaling,

@@ -90,26 +90,11 @@ def dot_product_attention(
             `flax_attn`.
         backend: `"auto"` or `"reference"`, which are the same here.
 
-    Returns:
-        `(b, t, n, v)`, without `b` for unbatched inputs; `attend` also returns the weights. A row
-        that may see nothing gives zeros with zero gradient. A number in query, key or value that is
-        not finite reaches the rows that may see it, as NaN, and no others.
-
-    Raises:
-        ValueError: if an argument is no array or number, if shapes, dtypes, mask or bias do not fit
-            one another, if a causal mask has no offset although t != s, or if the backend is
-            unknown.
-        TypeError: for an argument that it does not have; those of other libraries are named with
-            what to pass instead.
-
     Example:
         >>> import torch
         >>> x = torch.ones((2, 5, 4, 8))
         >>> dot_product_attention(x, x, x, mask=Mask.causal()).shape
         torch.Size([2, 5, 4, 8])
-
-    References:
-        Vaswani et al. 2017 (arXiv:1706.03762); Ainslie et al. 2023 (arXiv:2305.13245).
     """
     options: AttentionOptions = {
         "scale": scale,

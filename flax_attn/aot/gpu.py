@@ -22,6 +22,7 @@ from jax.extend import backend
 
 from flax_attn import aot
 
+_DATA = files(aot)
 # Else XLA leaves cuDNN's calls unchecked, and a refused one "compiles".
 _FLAG = "--xla_gpu_cudnn_deviceless_compilation_mode=CUDNN_DEVICELESS_COMPILATION_AUTO"
 _PACKAGES = ("jax_cuda13_plugin", "tokamax", "nvidia.cudnn", "nvidia.cu13")
@@ -38,18 +39,26 @@ def described(count: int = 8) -> Iterator[Sequence[Any]]:
     Raises:
         ImportError: if a package or a C compiler is not installed.
     """
+    _check_installed()
+    # XLA reads its flags once, when the first backend starts.
+    flags = os.environ.get("XLA_FLAGS", "")
+    os.environ["XLA_FLAGS"] = f"{flags} {_FLAG}".strip()
+    jax.config.update("jax_platforms", "cpu")
+    load_driver()
+    description = _DATA.joinpath("h200.txtpb").read_text()
+    shape = f"1x1x{count}"
+    topology = topologies.get_topology_desc(
+        platform="cuda", target_config=description, topology=shape
+    )
+    devices = topology.devices
+    with pretend(devices[0]):  # in all threads
+        yield devices
+
+
+def _check_installed() -> None:
     missing = [name for name in _PACKAGES if not _installed(name)]
     if missing:
         raise ImportError(_NEEDED.format(missing=", ".join(missing)))
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAG}".strip()
-    jax.config.update("jax_platforms", "cpu")
-    load_driver()
-    description = files(aot).joinpath("h200.txtpb").read_text()
-    topology = topologies.get_topology_desc(
-        platform="cuda", target_config=description, topology=f"1x1x{count}"
-    )
-    with pretend(topology.devices[0]):  # in all threads
-        yield topology.devices
 
 
 def _installed(name: str) -> bool:
@@ -67,14 +76,23 @@ def load_driver() -> None:
     with suppress(OSError):
         ctypes.CDLL("libcuda.so.1", mode=ctypes.RTLD_GLOBAL)
         return
-    compiler = _compiler()
     with tempfile.TemporaryDirectory() as folder:
-        source, library = Path(folder) / "libcuda.c", Path(folder) / "libcuda.so.1"
-        source.write_text(files(aot).joinpath("libcuda.c").read_text())
-        options = ["-shared", "-fPIC", f"-Wl,-soname,{library.name}"]
-        subprocess.run([compiler, *options, "-o", str(library), str(source)], check=True)
+        library = _compile_driver(Path(folder))
         # XLA looks the functions up among all that is loaded.
         ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+
+
+def _compile_driver(folder: Path) -> Path:
+    library = folder / "libcuda.so.1"
+    # From here and not from the package, which may lie in an archive that no compiler reads.
+    source = folder / "libcuda.c"
+    code = _DATA.joinpath("libcuda.c").read_text()
+    source.write_text(code)
+    options = ["-shared", "-fPIC", f"-Wl,-soname,{library.name}"]
+    compiler = _compiler()
+    command = [compiler, *options, "-o", str(library), str(source)]
+    subprocess.run(command, check=True)
+    return library
 
 
 def _compiler() -> str:

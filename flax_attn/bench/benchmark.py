@@ -102,7 +102,8 @@ def measure(
     """
     # All are prepared before the first is timed: then nothing is compiled between the turns.
     rows: list[Measurement] = []
-    runs, warm = {}, {}
+    runs = {}
+    warm = {}
     for i, (implementation, work) in enumerate(benchmark.entries):
         row = Measurement(benchmark.section, implementation.name, work)
         try:
@@ -116,9 +117,9 @@ def measure(
             row = replace(row, **reason.found)
         rows.append(row)
     taken = timing.interleave(runs, warm, rounds)
-    return [
-        replace(row, seconds=tuple(taken[i])) if i in taken else row for i, row in enumerate(rows)
-    ]
+    for i, seconds in taken.items():
+        rows[i] = replace(rows[i], seconds=tuple(seconds))
+    return rows
 
 
 def _prepare(
@@ -152,7 +153,9 @@ def _compare(prepared: Prepared, row: Measurement) -> tuple[Measurement, float]:
 
     seconds = _guarded(lambda: timing.seconds_per_call(once))
     exact, plain = reference(row.work)
-    error = excess_error(prepared.named(results.pop()), exact, plain, row.work.dtype)
+    last = results.pop()
+    found = prepared.named(last)
+    error = excess_error(found, exact, plain, row.work.dtype)
     row = replace(row, error=error)
     if not error <= 1:  # NaN, too
         raise NotTimed(
@@ -163,7 +166,9 @@ def _compare(prepared: Prepared, row: Measurement) -> tuple[Measurement, float]:
             temporaries=row.temporaries,
         )
     # The first call of a program is slower than the others, where that can be noticed.
-    return row, seconds if seconds > 10 * timing.TURN else timing.seconds_per_call(prepared.run)
+    if seconds <= 10 * timing.TURN:
+        seconds = timing.seconds_per_call(prepared.run)
+    return row, seconds
 
 
 def _check_growth(row: Measurement, history: Sequence[Measurement]) -> None:
@@ -198,5 +203,7 @@ def _guarded(step: Callable[[], Result]) -> Result:
     except Unsupported as error:
         raise NotTimed("refused", str(error)) from error
     except Exception as error:  # of any library: a run goes on with the others
+        # Of some libraries a page follows the first line.
         message = str(error).partition("\n")[0]
-        raise NotTimed("failed", f"{type(error).__name__}: {message}") from error
+        kind = type(error).__name__
+        raise NotTimed("failed", f"{kind}: {message}") from error

@@ -61,16 +61,21 @@ def run(
 ) -> Iterator[TaskResult]:
     """Measure family after family; each task first checks that both compute the same."""
     contexts = (32, 64) if quick else CONTEXTS
+    prompt = 4 * contexts[0]
     for name in CONFIGS:
         with tempfile.TemporaryDirectory() as folder:
-            theirs = make_checkpoint(_config(name, quick), folder)
+            config = _config(name, quick)
+            theirs = make_checkpoint(config, folder)
             ours: Any = from_pretrained(folder)
         progress(f"{name}: prefill")
-        yield _of(name, prefill(ours, theirs, contexts[0] * 4, rounds))
+        task = prefill(ours, theirs, prompt, rounds)
+        yield _of(name, task)
         for context in contexts:
             progress(f"{name}: decoding after {context}")
-            yield _of(name, decode(ours, theirs, 1, rounds, context))
-            yield _of(name, _cache(ours, theirs, context))
+            task = decode(ours, theirs, 1, rounds, context)
+            yield _of(name, task)
+            task = _cache(ours, theirs, context)
+            yield _of(name, task)
 
 
 def _config(name: str, quick: bool) -> Any:

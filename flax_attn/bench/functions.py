@@ -174,13 +174,18 @@ def _torch_sdpa(kernel: str | None = None) -> Callable[[Workload], Prepared]:
                 # Of one query, the last, is_causal would say that it sees key 0 alone.
                 causal = not work.step
                 return scaled_dot_product_attention(query, key, value, is_causal=causal)
-            with sdpa_kernel(getattr(SDPBackend, kernel)):
+            one = getattr(SDPBackend, kernel)
+            with sdpa_kernel(one):
                 return scaled_dot_product_attention(query, key, value, is_causal=True)
 
-        tensors = [
-            torch_tensor(rearrange(x, f"{JAX_LAYOUT} -> {TORCH_LAYOUT}")) for x in inputs(work)
-        ]
-        return prepare_torch(attend, tensors, tensors[:3], work, _at_probe(work, TORCH_LAYOUT))
+        tensors = []
+        for x in inputs(work):
+            heads_first = rearrange(x, f"{JAX_LAYOUT} -> {TORCH_LAYOUT}")
+            tensors.append(torch_tensor(heads_first))
+        # The last is the cotangent, and no input.
+        learned = tensors[:3]
+        named = _at_probe(work, TORCH_LAYOUT)
+        return prepare_torch(attend, tensors, learned, work, named)
 
     return prepare
 

@@ -32,18 +32,24 @@ def run(
 ) -> Iterator[TaskResult]:
     """Measure task after task; each first checks that both compute the same."""
     with tempfile.TemporaryDirectory() as folder:
-        theirs = make_checkpoint(config(quick), folder)
+        sizes = config(quick)
+        theirs = make_checkpoint(sizes, folder)
         ours: Any = GPT2.from_pretrained(folder)
+        read = _bytes(ours)
         for b in (1, 8):
             progress(f"decoding, batch {b}")
-            yield decode(ours, theirs, b, rounds, read=_bytes(ours))
+            task = decode(ours, theirs, b, rounds, read=read)
+            yield task
         progress("decoding, bfloat16")
-        yield _decode_bfloat16(folder, theirs, rounds)
+        task = _decode_bfloat16(folder, theirs, rounds)
+        yield task
         progress("prefill")
-        yield prefill(ours, theirs, 1024, rounds)
+        task = prefill(ours, theirs, 1024, rounds)
+        yield task
+        shape = (4, 512)
         for dropout in (0.0, 0.1):
             progress(f"training, dropout {dropout}")
-            yield from _train(folder, dropout, (4, 512), rounds)
+            yield from _train(folder, dropout, shape, rounds)
 
 
 def config(quick: bool) -> Any:

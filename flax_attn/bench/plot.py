@@ -32,13 +32,15 @@ def plot_growth(report: BenchmarkReport) -> Figure:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError("a plot needs matplotlib: pip install matplotlib") from error
-    if not names(report.rows, "tokens"):
+    shown = names(report.rows, "tokens")
+    if not shown:
         raise ValueError(
             "a plot shows the growth over tokens, which this run did not measure. Leave out --shape"
         )
     figure = Figure(figsize=(12, 5), layout="constrained")
-    for panel, (cost, label, unit, textbook) in zip(figure.subplots(1, 2), PANELS, strict=True):
-        for i, name in enumerate(names(report.rows, "tokens")):
+    panels = figure.subplots(1, 2)
+    for panel, (cost, label, unit, textbook) in zip(panels, PANELS, strict=True):
+        for i, name in enumerate(shown):
             _draw(panel, report, name, cost, unit, f"C{i}")
         # Both axes are logarithmic, so that a power is a line, and its exponent the slope.
         _textbook(panel, report, cost, unit, textbook)
@@ -47,7 +49,8 @@ def plot_growth(report: BenchmarkReport) -> Figure:
         panel.set(yscale="log", xlabel="T, tokens", ylabel=label)
         panel.grid(alpha=0.3)
         panel.legend(fontsize=8)
-    figure.suptitle(f"{report.machine['processor']}, {report.machine['cores']} cores")
+    machine = report.machine
+    figure.suptitle(f"{machine['processor']}, {machine['cores']} cores")
     return figure
 
 

@@ -86,10 +86,14 @@ class BenchmarkReport:
             whole.write_text(json.dumps(self.as_dict(), indent=1) + "\n")
 
     def _record(self, row: Measurement) -> dict[str, Any]:
-        return asdict(row) | {
+        spread = None
+        if row.seconds:
+            spread = timing.spread(list(row.seconds))
+        measured = asdict(row)
+        return measured | {
             "error": _finite(row.error),
             "best": row.best,
-            "spread": timing.spread(list(row.seconds)) if row.seconds else None,
+            "spread": spread,
             "flops": row.work.flops,
             "ours_over_it": ratio(self.rows, self.ours, row),
             "of_limit": self.of_limit(row),

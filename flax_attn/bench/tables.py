@@ -76,8 +76,10 @@ def _benchmarks(report: BenchmarkReport, rows: Sequence[Measurement]) -> Table:
         if group != previous:
             if previous is not None:
                 table.add_section()
-            table.add_row(Text(row.work.size, style="bold"))
-        table.add_row(f"  {_label(row)}", *_cells(report, row))
+            heading = Text(row.work.size, style="bold")
+            table.add_row(heading)
+        cells = _cells(report, row)
+        table.add_row(f"  {_label(row)}", *cells)
         previous = group
     table.add_section()
     return table
@@ -121,14 +123,18 @@ def _growth(report: BenchmarkReport, over: str, cost: str) -> Table:
     title = f"{what} of forward+backward over {over}"
     table = _table(over, [*map(str, sizes), "exponent"], title)
     for name in names(rows, over):
-        mine = [row for row in rows if row.implementation == name]
-        cells = {_size(row, over): _cost(row, cost) for row in mine}
-        fitted = exponent(*curve(rows, over, name, cost))
         # A curve may end before the others do, where it gets too slow.
-        shown = [cells.get(size, "-") for size in sizes]
-        table.add_row(name, *shown, _number(fitted, "{:.2f}"))
+        shown: dict[int, str | Text] = dict.fromkeys(sizes, "-")
+        for row in rows:
+            if row.implementation == name:
+                size = _size(row, over)
+                shown[size] = _cost(row, cost)
+        sizes_and_costs = curve(rows, over, name, cost)
+        fitted = exponent(*sizes_and_costs)
+        table.add_row(name, *shown.values(), _number(fitted, "{:.2f}"))
+    empty = [""] * len(sizes)
     textbook = Text(TEXTBOOK[over, cost], style="dim")
-    table.add_row(Text("textbook", style="dim"), *[""] * len(sizes), textbook)
+    table.add_row(Text("textbook", style="dim"), *empty, textbook)
     return table
 
 

@@ -81,7 +81,7 @@ class Loader:
             found.add(own)
             folders.add(_folder(module, own))
         found |= set(_loaded_from(folders))
-        return {_spoken(file): sha256(file) for file in sorted(found)}
+        return {_display_name(file): sha256(file) for file in sorted(found)}
 
 
 def sha256(file: Path) -> str:
@@ -185,6 +185,6 @@ def _loaded_from(folders: set[Path]) -> Iterator[Path]:
             yield path
 
 
-def _spoken(file: Path) -> str:
+def _display_name(file: Path) -> str:
     here = Path.cwd().resolve()
     return str(file.relative_to(here)) if file.is_relative_to(here) else str(file)

@@ -113,6 +113,7 @@ class Summarised(MaskPart):
         left = jnp.arange(len(columns.some), dtype=jnp.int32)[None] * size
         right = left + size
         met = (left < stops[:, None]) & (right > starts[:, None])
+        # A tile that lies outside of these keys says nothing about them.
         some = met & columns.some[None]
         whole = ~met | columns.whole[None]
         return Tiles(some.any(axis=1), whole.all(axis=1))

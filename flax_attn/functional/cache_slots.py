@@ -31,6 +31,7 @@ def token_slots(
     count = count[:, None]
     stored = i < count
     if not ring:
+        # The slot behind the last one: what is written there is dropped.
         return jnp.where(stored, positions, capacity)
     # Of tokens that share a slot, the last one is stored: the order of writes is not defined.
     stored = stored & (i >= count - capacity)

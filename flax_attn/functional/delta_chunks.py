@@ -16,7 +16,8 @@ from jaxtyping import Array
 
 from flax_attn.functional.decayed_products import decayed_products, unit_inverse
 
-CHUNK = 64  # tokens that become one matrix product; a power of 2
+# Tokens that become one matrix product; a power of 2.
+CHUNK = 64
 
 
 class Steps(NamedTuple):
@@ -49,6 +50,7 @@ def recurrent(steps: Steps, state: Array, precision: PrecisionLike = None) -> tu
         (2, 5, 4)
     """
     step = partial(_token_step, precision=precision)
+    # A step of decoding: a loop of one turn would cost more than its work.
     if steps.key.shape[1] == 1:
         only = jax.tree.map(lambda x: x[:, 0], steps)
         state, output = step(state, only)

@@ -26,7 +26,8 @@ _Word = Integer[Array | np.ndarray, "..."]
 _Words = tuple[_Word, _Word]
 # The published constants: rotations of the rounds, and parity of the key schedule.
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
-_PARITY = 0x1BD11BDA  # of the key schedule
+# The constant of the key schedule: a parity over its words that is never 0.
+_PARITY = 0x1BD11BDA
 
 
 @jax.tree_util.register_dataclass
@@ -48,7 +49,8 @@ class KeyedDropout:
     """
 
     rate: float = field(metadata={"static": True})
-    key: Any  # an Array, or what JAX's transforms put in its place
+    # An Array, or what JAX's transforms put in its place.
+    key: Any
 
     def __post_init__(self):
         check_rate(self.rate)

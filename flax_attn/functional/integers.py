@@ -22,7 +22,8 @@ def clipped(values: ArrayLike | int, limit: int) -> Int32[Array, "*shape"]:
     """
     values = _at_least_32_bits(values)
     # An array of 64 bits may be used where they are switched off: its bounds need as many.
-    wide = values.dtype.itemsize == 8 or jax.config.jax_enable_x64  # pyright: ignore[reportAttributeAccessIssue]
+    enabled = jax.config.jax_enable_x64  # pyright: ignore[reportAttributeAccessIssue]
+    wide = values.dtype.itemsize == 8 or enabled
     with jax.enable_x64(wide):
         inside = values.clip(_least(values.dtype), limit)
         return jnp.asarray(inside, jnp.int32)

@@ -14,7 +14,8 @@ import numpy as np
 from jaxtyping import Array, Bool, Integer
 
 Limit = int | Integer[Array, "..."]
-UNBOUNDED = 2**29  # beyond every index; sums of a few of these still fit int32
+# Beyond every index; sums of a few of these still fit int32.
+UNBOUNDED = 2**29
 _INT32 = np.iinfo(np.int32)
 
 

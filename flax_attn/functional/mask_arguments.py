@@ -89,7 +89,8 @@ def _integer_array(name: str, values: Any) -> Array | np.ndarray:
 
 def _array(name: str, values: Any) -> Array | np.ndarray:
     """Return JAX arrays and variables as JAX arrays, numbers and lists as NumPy arrays."""
-    if hasattr(values, "__jax_array__"):  # a variable of a module
+    # A variable of a module, whose array may be traced.
+    if hasattr(values, "__jax_array__"):
         return jnp.asarray(values)
     return values if isinstance(values, Array) else read_array(name, values, _read, Array, "JAX")
 

@@ -38,6 +38,7 @@ class Where(Positioned):
         # Indices that the function does not read may be any, and an offset that is not given is 0.
         known_b = self.b if reads_b else None
         known_n = self.n if reads_n else None
+        # A function that reads b was placed in one batch, and cannot serve another.
         check_same_size("b", _size(known_b), b)
         check_same_size("n", _size(known_n), n)
         offset = 0 if self.offset is None else self.offset

@@ -35,7 +35,8 @@ def _flatten_with_keys(part):
 
 def _unflatten(cls, static, children):
     names, known = static
-    part = object.__new__(cls)  # children may be tracers or placeholders: nothing is checked again
+    # Children may be tracers or placeholders: nothing is checked again.
+    part = object.__new__(cls)
     for name, value in (*known, *zip(names, children, strict=True)):
         object.__setattr__(part, name, value)
     return part
@@ -111,7 +112,8 @@ class MaskPart:
             value = getattr(self, name)
             if not isinstance(value, int | None):
                 value = _picked(value, axes, at)
-                object.__setattr__(part, name, value)  # frozen for others
+                # The class is frozen for others.
+                object.__setattr__(part, name, value)
         return part
 
     def shift(self, start: Count, t: int, s: int) -> MaskPart:
@@ -150,6 +152,7 @@ class IntervalPart(MaskPart):
     def allow(self, rows, cols):
         first, last = self.interval(rows)
         allowed = jnp.ones((1, 1, 1, 1), bool)
+        # An end that hides nothing is not compared: it would cost an array of the scores' size.
         if not _hides_none_before(first):
             allowed = allowed & (cols >= first)
         return allowed if _hides_none_after(last) else allowed & (cols <= last)
@@ -182,7 +185,8 @@ class _AnyQuery:
     What can be computed with it is what is the same for every query.
     """
 
-    __array_ufunc__ = None  # NumPy leaves the sum to `__radd__`
+    # NumPy leaves the sum to `__radd__`.
+    __array_ufunc__ = None
 
     def __init__(self, more: int):
         self.more = more
@@ -252,6 +256,7 @@ class PlacedPart(MaskPart):
             return found
         # The places keep the order of the tokens, so an interval of the whole is one of the part.
         start, stop = self.cols.before(found.start), self.cols.before(found.stop)
+        # A part of the keys may be hidden: no range is known to be seen by all.
         if found.needs_mask:
             return KVRange(start, stop, 0, 0)
         inner = self.cols.before(found.inner_start), self.cols.before(found.inner_stop)
@@ -274,6 +279,7 @@ class PlacedPart(MaskPart):
         return self.part.tiles(*self._limits(first, last), starts, stops, s)
 
     def row(self, b, n):
+        # The wrapped part counts in the whole, and the caller in this device's share.
         head = None if n is None else _at(self.n, n)
         part = self.part.row(_at(self.b, b), head)
         heads = self.n if n is None else None

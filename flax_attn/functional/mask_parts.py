@@ -125,6 +125,7 @@ class Segments(MaskPart):
         return query[:, None, :, None] == key[:, None, None, :]
 
     def kv_range(self, first, last, s):
+        # One row of ids serves all rows of the batch.
         query, key = jnp.atleast_2d(self.query), jnp.atleast_2d(self.key)
         index = jnp.arange(query.shape[1], dtype=jnp.int32)
         asking = (index >= first) & (index <= last)
@@ -141,7 +142,8 @@ class Segments(MaskPart):
     def shift(self, start, t, s):
         query = _from(jnp.atleast_2d(self.query), 1, start, t)
         key = jnp.atleast_2d(self.key)[:, :s]
-        rows = max(len(query), len(key))  # there are as many of both
+        # There are as many of both.
+        rows = max(len(query), len(key))
         return Segments(query, jnp.broadcast_to(key, (rows, key.shape[1])))
 
     def check_whole(self, s):

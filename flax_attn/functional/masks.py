@@ -126,7 +126,8 @@ class Mask:
         """Any boolean array that broadcasts to `(b, n, t, s)`."""
         return Mask((Dense(as_booleans(array)),))
 
-    __array_priority__ = 1  # array & mask comes here too
+    # NumPy leaves `array & mask` to the mask.
+    __array_priority__ = 1
 
     def __and__(self, other: Mask | ArrayLike) -> Mask:
         return Mask(self.parts + as_mask(other).parts)
@@ -153,6 +154,7 @@ class Mask:
         """
         rows = rows.astype(jnp.int32)[None, None, :, None]
         cols = cols.astype(jnp.int32)[None, None, None, :]
+        # Axes of 1 until a part needs more: a causal mask has no row of the batch.
         allowed = jnp.ones((1, 1, 1, 1), bool)
         for part in self.parts:
             allowed = allowed & part.allow(rows, cols)

@@ -63,9 +63,11 @@ class RoPE(RotaryPositions, portable=True):
     def __call__(
         self, x: Float[Array, "*b t n h"], positions: ArrayLike | None = None
     ) -> Float[Array, "*b t n h"]:
+        # Tables are made for the width that the config names.
         self.check_head_dim(x.shape[-1])
         if positions is None:
             positions = jnp.arange(x.shape[-3])
+        # Checked and made integers: a mask of positions in floats would round them.
         positions = as_positions(positions, x.shape[:-2])
         if x.ndim == 3:
             return self._rotated(x[None], positions[None])[0]

@@ -119,7 +119,9 @@ def masked_softmax(
     if sinks is not None:
         sinks = sinks.astype(scores.dtype)[None, :, None, None]
         top = jnp.maximum(top, sinks)
+    # The largest of a row that sees nothing is -inf, and -inf - -inf is NaN.
     top = jnp.where(jnp.isfinite(top), top, 0)
+    # It cancels out, and so does its gradient.
     top = jax.lax.stop_gradient(top)
     exps = jnp.exp(masked - top)
     total = exps.sum(axis=-1, keepdims=True)

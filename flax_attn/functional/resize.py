@@ -4,7 +4,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-_SHARPNESS = -0.75  # of the cubic kernel, as in torch
+# Parameter of the cubic kernel, as in torch.
+_SHARPNESS = -0.75
 
 
 def resize_bicubic(

@@ -15,4 +15,5 @@ Tokens = Float[Array, "*b t d"]
 ArrayLike = Array | np.ndarray | list
 Positions = Integer[Array, "*b t"]
 Index = Integer[Array, "..."]
-RowLengths = ArrayLike | int | None  # how many tokens of each row are real; None is all
+# How many tokens of each row are real; None is all.
+RowLengths = ArrayLike | int | None

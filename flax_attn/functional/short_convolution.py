@@ -61,6 +61,7 @@ def short_convolution(
     References:
         Fu et al. 2022 (arXiv:2212.14052); Gu and Dao 2023 (arXiv:2312.00752).
     """
+    # Before anything is computed: shapes that do not fit would broadcast.
     check_short_convolution(x.shape, kernel.shape, shape_of(state), shape_of(starts))
     if x.ndim == 2:
         found = short_convolution(
@@ -89,9 +90,11 @@ def _weighted_sums(inputs: Array, documents: Array, kernel: Array) -> Array:
     own = documents[:, before:]
     t = own.shape[1]
     shape = (*own.shape, kernel.shape[1])
+    # In float32 for lower dtypes: each input is added to it.
     output = jnp.zeros(shape, dtype)
     for i in range(before + 1):
         window = slice(i, i + t)
+        # A token sees no inputs of the document before its own.
         same = documents[:, window] == own
         seen = jnp.where(same[..., None], inputs[:, window], 0)
         weights = kernel[i].astype(dtype)[None, None]

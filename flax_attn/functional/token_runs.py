@@ -37,7 +37,8 @@ class Places:
         Array([1, 3, 4], dtype=int32)
     """
 
-    starts: Any  # an Array, or what JAX's transforms put in its place
+    # An Array, or what JAX's transforms put in its place.
+    starts: Any
     size: int = field(metadata={"static": True})
 
     @property
@@ -52,7 +53,8 @@ class Places:
         """
         starts = jnp.asarray(self.starts, jnp.int32)
         index = jnp.asarray(index, jnp.int32)
-        if starts.shape[-1] == 1:  # the most common by far
+        # The most common by far, without a search for the run.
+        if starts.shape[-1] == 1:
             return starts[0] + index if starts.ndim == 1 else starts + index.reshape(1, -1)
         run = jnp.clip(index // self.size, 0, len(starts) - 1)
         return starts[run] + index - run * self.size
@@ -78,6 +80,7 @@ class Places:
         """Return an array of the whole sequence with the part added in its place."""
         if array.shape[axis] == 1:
             return array + part
+        # The runs lie apart in the whole: each is added where it begins.
         runs = jnp.split(part, len(self.starts), axis)
         for start, run in zip(self.starts, runs, strict=True):
             old = jax.lax.dynamic_slice_in_dim(array, start, self.size, axis)

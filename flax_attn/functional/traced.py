@@ -28,7 +28,7 @@ _NO_MESH = jax.sharding.AbstractMesh((), ())
 
 
 @dataclass(frozen=True)
-class Program:
+class FunctionProgram:
     """The operations of a function, without the arrays that it captures.
 
     Args:
@@ -56,7 +56,7 @@ class IndexFunction:
     """
 
     arrays: Any
-    program: Program = field(metadata={"static": True})
+    program: FunctionProgram = field(metadata={"static": True})
 
     @property
     def __name__(self) -> str:
@@ -151,7 +151,7 @@ def trace(
     name = getattr(function, "__name__", type(function).__name__)
     needed = _read(jaxpr)
     reads = tuple(x in needed for x in jaxpr.invars)
-    program = Program(jaxpr, name, _operations(jaxpr, _reference(function)), reads)
+    program = FunctionProgram(jaxpr, name, _operations(jaxpr, _reference(function)), reads)
     return IndexFunction(tuple(map(jnp.asarray, closed.consts)), program), result
 
 
@@ -223,5 +223,7 @@ def _comparable(value: Any, origin: Any) -> Any:
     try:
         hash(value)
     except TypeError:
-        return type(value).__name__, id(value)  # which the jaxpr keeps alive
-    return type(value).__name__, value  # 1, 1.0 and True are equal
+        # Which the jaxpr keeps alive.
+        return type(value).__name__, id(value)
+    # 1, 1.0 and True are equal.
+    return type(value).__name__, value

@@ -116,9 +116,11 @@ class Bert(TextEncoder[BertConfig]):
         self, *, precision: PrecisionLike = None, rngs: nnx.Rngs, **numerics: Any
     ) -> None:
         """Set the tables of tokens, types and positions, and the norm and dropout of their sum."""
-        config, d_model = self.config, self.config.d_model
-        numerics = {"rngs": rngs, **numerics}
+        config = self.config
+        d_model = config.d_model
+        numerics["rngs"] = rngs
         self.tok_emb = Embedding(config.vocab_size, d_model, precision=precision, **numerics)
+        # Both sentences of a pair pass through the model together.
         self.type_emb = Embedding(config.num_types, d_model, axes=(None, "embed"), **numerics)
         self.pos_emb = Embedding(config.context_length, d_model, axes=(None, "embed"), **numerics)
         self.emb_norm = LayerNorm(d_model, config.eps, **numerics)
@@ -149,6 +151,7 @@ class Bert(TextEncoder[BertConfig]):
             FeedForward(d, config.d_hidden, config.activation, precision=precision, **numerics),
             LayerNorm(d, config.eps, **numerics),
             LayerNorm(d, config.eps, **numerics),
+            # As in the first Transformer: the norms stand after the sums.
             norm_first=False,
             drop_shortcut=Dropout(config.dropout, rngs=rngs),
         )
@@ -170,8 +173,10 @@ class Bert(TextEncoder[BertConfig]):
         `token_types` are integers `(t,)` or `(b, t)`; None is 0.
         """
         types = jnp.zeros_like(tokens) if token_types is None else jnp.asarray(token_types)
-        x = self.tok_emb(tokens) + self.type_emb(jnp.broadcast_to(types, tokens.shape))
-        x = self.emb_norm(add(x, self.pos_emb(positions)))
+        types = jnp.broadcast_to(types, tokens.shape)
+        x = self.tok_emb(tokens) + self.type_emb(types)
+        x = add(x, self.pos_emb(positions))
+        x = self.emb_norm(x)
         return self.drop_emb(x, dropout_key=dropout_key)
 
     def pooled(self, hidden: Tokens) -> Float[Array, "*b d"]:

@@ -71,12 +71,15 @@ class Blocks(nnx.List[Block]):
         """
         caches = []
         for i, block in enumerate(self):
-            own = {**options, **(each[i] if each else {}), "dropout_key": fold_in(key, 1 + i)}
+            own = options | (each[i] if each else {})
+            # 0 is the key of the embedding.
+            own["dropout_key"] = fold_in(key, 1 + i)
             own["positions"] = None if block.att.rope is None else positions
             if cache is not None:
                 ran = block.attend(x, cache=cache[i], **own)
                 x = ran.output
                 caches.append(ran.cache)
+            # Not with a cache: decoding has no backward pass.
             elif remat:
                 x = recompute(block, x, own)
             else:

@@ -19,7 +19,8 @@ from flax_attn.functional.dtypes import accumulation_dtype
 from flax_attn.sharding.axes import axes_in, free_axes, mesh_in_use, place, place_like, spec
 from flax_attn.sharding.parameter_axes import specs
 
-_ROWS = 512  # tokens whose logits are in memory at a time
+# Tokens whose logits are in memory at a time.
+_ROWS = 512
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -62,7 +63,7 @@ def _backward(logits: Callable, gradients: tuple, cotangent: Array):
 cross_entropy.defvjp(_forward, _backward)
 
 
-class _Split(NamedTuple):
+class _LossAxes(NamedTuple):
     """The mesh axes that tokens are split over, and those that the vocabulary is."""
 
     tokens: tuple[str, ...] = ()
@@ -76,7 +77,7 @@ def _on_mesh(
     compute = _loss_and_gradients if gradients else _loss
     mesh = mesh_in_use(hidden)
     if mesh is None:
-        return compute(logits, _Split(), head, hidden, targets, weights)
+        return compute(logits, _LossAxes(), head, hidden, targets, weights)
     rows = spec(("batch", "tokens"), mesh, targets.shape)
     split, of_head = _split(head, rows, mesh)
     where = (of_head, PartitionSpec(*rows, None), rows, rows)
@@ -88,25 +89,26 @@ def _on_mesh(
         axis_names=free_axes(mesh),
         check_vma=False,  # sums over devices are taken by hand
     )
-    results = local(
-        *jax.tree.map(lambda x, to: place(x, mesh, to), (head, hidden, targets, weights), where)
-    )
-    return (
-        (results[0], *jax.tree.map(place_like, results[1:], (head, hidden)))
-        if gradients
-        else results
-    )
+    arrays = head, hidden, targets, weights
+    placed = jax.tree.map(lambda x, to: place(x, mesh, to), arrays, where)
+    results = local(*placed)
+    if not gradients:
+        return results
+    loss, *found = results
+    # Gradients lie as what they are gradients of did, and not as it was split here.
+    found = jax.tree.map(place_like, tuple(found), (head, hidden))
+    return loss, *found
 
 
-def _split(head: Any, rows: PartitionSpec, mesh: Any) -> tuple[_Split, Any]:
+def _split(head: Any, rows: PartitionSpec, mesh: Any) -> tuple[_LossAxes, Any]:
     """Return the mesh axes, and the specs of a head that is split along the vocabulary alone."""
     tokens = tuple(axis for entry in rows for axis in axes_in(entry))
     of_head = specs(head, mesh, only="vocab", but=tokens)
     entries = {axes_in(entry) for one in jax.tree.leaves(of_head) for entry in one} - {()}
-    return _Split(tokens, *entries), of_head
+    return _LossAxes(tokens, *entries), of_head
 
 
-def _loss(logits: Callable, split: _Split, head: Any, *rows: Array) -> Float[Array, ""]:
+def _loss(logits: Callable, split: _LossAxes, head: Any, *rows: Array) -> Float[Array, ""]:
     """Return the loss of all chunks."""
 
     def add(total, chunk):
@@ -118,7 +120,7 @@ def _loss(logits: Callable, split: _Split, head: Any, *rows: Array) -> Float[Arr
 
 
 def _loss_and_gradients(
-    logits: Callable, split: _Split, head: Any, *rows: Array
+    logits: Callable, split: _LossAxes, head: Any, *rows: Array
 ) -> tuple[Array, Any, Array]:
     """Return the loss of all chunks, and the gradients of the head and of the hidden states."""
 
@@ -127,21 +129,20 @@ def _loss_and_gradients(
         scores, pull = jax.vjp(logits, head, hidden)
         loss, slope = _of_chunk(scores, targets, weights, split.vocab)
         of_head, of_hidden = pull(slope)
-        return (
-            jax.tree.map(lambda total, x: total + x.astype(total.dtype), sums, (loss, of_head)),
-            of_hidden,
-        )
+        sums = jax.tree.map(lambda total, x: total + x.astype(total.dtype), sums, (loss, of_head))
+        return sums, of_hidden
 
     chunks = _chunks(*rows)
+    # In float32 for lower dtypes: each chunk adds to the gradient of the head.
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, accumulation_dtype(x.dtype)), head)
-    (loss, of_head), of_hidden = jax.lax.scan(add, (jnp.zeros((), chunks[-1].dtype), zeros), chunks)
-    of_hidden = rearrange(of_hidden, "count b chunk d -> b (count chunk) d")[:, : rows[0].shape[1]]
-    loss, of_head = _sum((loss, of_head), split.tokens)
-    return (
-        loss,
-        jax.tree.map(lambda total, x: total.astype(x.dtype), of_head, head),
-        _sum(of_hidden, split.vocab),
-    )
+    nothing = jnp.zeros((), chunks[-1].dtype), zeros
+    sums, of_hidden = jax.lax.scan(add, nothing, chunks)
+    loss, of_head = _sum(sums, split.tokens)
+    of_head = jax.tree.map(lambda total, x: total.astype(x.dtype), of_head, head)
+    # The last chunk may reach beyond the tokens.
+    t = rows[0].shape[1]
+    of_hidden = rearrange(of_hidden, "count b chunk d -> b (count chunk) d")
+    return loss, of_head, _sum(of_hidden[:, :t], split.vocab)
 
 
 def _chunks(*arrays: Array) -> list[Array]:
@@ -163,17 +164,28 @@ def _of_chunk(
 
     Each device has a part of the vocabulary.
     """
-    wide, size = scores.astype(weights.dtype), scores.shape[-1]
-    first = (jax.lax.axis_index(vocab) * size).astype(targets.dtype) if vocab else 0
-    hit = (targets - first)[..., None] == jnp.arange(size, dtype=targets.dtype)[None, None]
-    top = _sum(jax.lax.stop_gradient(wide.max(axis=-1, keepdims=True)), vocab, jax.lax.pmax)
-    normaliser = top + jnp.log(_sum(jnp.exp(wide - top).sum(axis=-1, keepdims=True), vocab))
-    chosen = _sum(jnp.where(hit, wide, 0).sum(axis=-1), vocab)
+    wide = scores.astype(weights.dtype)
+    size = scores.shape[-1]
+    first = 0
+    if vocab:
+        # A device has the scores of its own words.
+        first = (jax.lax.axis_index(vocab) * size).astype(targets.dtype)
+    words = jnp.arange(size, dtype=targets.dtype)
+    hit = (targets - first)[..., None] == words[None, None]
+    # The largest score, whose exponential is 1: none is infinite.
+    top = jax.lax.stop_gradient(wide.max(axis=-1, keepdims=True))
+    top = _sum(top, vocab, jax.lax.pmax)
+    total = jnp.exp(wide - top).sum(axis=-1, keepdims=True)
+    normaliser = top + jnp.log(_sum(total, vocab))
+    chosen = jnp.where(hit, wide, 0).sum(axis=-1)
+    chosen = _sum(chosen, vocab)
+    # A target that is no word makes the loss NaN, unless it does not count.
     inside = (targets >= 0) & (targets < _sum(1, vocab) * size)
     chosen = jnp.where(inside | (weights == 0), chosen, jnp.nan)
-    loss = ((normaliser[..., 0] - chosen) * weights).sum()
-    slope = (jnp.exp(wide - normaliser) - hit.astype(wide.dtype)) * weights[..., None]
-    return loss, slope.astype(scores.dtype)
+    losses = (normaliser[..., 0] - chosen) * weights
+    probabilities = jnp.exp(wide - normaliser)
+    slope = (probabilities - hit.astype(wide.dtype)) * weights[..., None]
+    return losses.sum(), slope.astype(scores.dtype)
 
 
 def _sum(tree: Any, axes: tuple[str, ...], reduce: Callable = jax.lax.psum) -> Any:

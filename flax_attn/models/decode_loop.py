@@ -54,19 +54,24 @@ def new_tokens(
     ends, layers = _take_apart(model)
     choose = _choose(ends.graph, sampling)
     steps = [_step(layer.graph) for layer in layers]
-    x, caches = _embed(ends.graph)(ends.state, tokens, lengths), []
+    embed = _embed(ends.graph)
+    x = embed(ends.state, tokens, lengths)
+    caches = []
     for layer in layers:
-        x, cache = _prefill(layer.graph, capacity)(layer.state, x, lengths)
+        prefill = _prefill(layer.graph, capacity)
+        x, cache = prefill(layer.state, x, lengths)
         caches.append(cache)
     x = _last(x, lengths)
+    prompt_lengths = lengths - np.int32(first)
     for made in count(first):
-        token, x = choose(ends.state, x, lengths - np.int32(first), np.int32(made), key)
+        token, x = choose(ends.state, x, prompt_lengths, np.int32(made), key)
+        # Yielded before the next is computed: who needs no more stops here.
         yield token
-        for i, (step, layer) in enumerate(zip(steps, layers, strict=True)):
-            x, caches[i] = step(layer.state, x, caches[i])
+        for i, layer in enumerate(layers):
+            x, caches[i] = steps[i](layer.state, x, caches[i])
 
 
-def rereading(
+def new_tokens_with_rereads(
     model: LanguageModel,
     prompts: Sequence[np.ndarray],
     rereads: Sequence[int],
@@ -82,21 +87,20 @@ def rereading(
         pad: function from rows to one array and their lengths.
         options: capacity, sampling and key, as in `new_tokens`.
     """
-    rows, made = list(prompts), 0
+    rows = list(prompts)
+    made = 0
     for end in (*rereads, None):
+        stream = new_tokens(model, *pad(rows), *options, first=made)
         tokens = []
-        for token in islice(
-            new_tokens(model, *pad(rows), *options, first=made), None if end is None else end - made
-        ):
+        for token in islice(stream, None if end is None else end - made):
             tokens.append(token)
             yield token
-        rows = [
-            np.append(row, new) for row, new in zip(rows, np.stack(tokens, axis=1), strict=True)
-        ]
+        new = np.stack(tokens, axis=1)
+        rows = [np.append(*pair) for pair in zip(rows, new, strict=True)]
         made += len(tokens)
 
 
-def answers(
+def answer_tokens(
     model: EncoderDecoder,
     inputs: np.ndarray,
     lengths: np.ndarray | None,
@@ -129,11 +133,12 @@ def _begin(graph: Any, capacity: int) -> Callable:
     @jax.jit
     def begin(state, inputs, lengths, start):
         model = nnx.merge(graph, state)
-        kept = model.keep(model.encode(inputs, lengths=lengths), lengths)
-        empty = model.init_cache(len(start), capacity)
+        encoded = model.encode(inputs, lengths=lengths)
+        kept = model.keep(encoded, lengths)
+        b, t = start.shape
+        empty = model.init_cache(b, capacity)
         decoded = model.decode(start, kept, cache=empty)
-        x = decoded.output
-        return _last(x, jnp.full(len(x), x.shape[1])), kept, decoded.cache
+        return _last(decoded.output, jnp.full(b, t)), kept, decoded.cache
 
     return begin
 
@@ -151,7 +156,8 @@ def _answer(graph: Any, sampling: Sampling) -> Callable:
 
 def _take_apart(model: LanguageModel) -> tuple[_Part, list[_Part]]:
     """Return what comes before and after the layers, and the layers."""
-    ends = nnx.merge(*nnx.split(model))  # shares its arrays
+    # It shares the arrays of the model.
+    ends = nnx.merge(*nnx.split(model))
     ends.trf_blocks = Blocks()
     layers = [_Part(*nnx.split(layer)) for layer in model.trf_blocks.unstacked()]
     return _Part(*nnx.split(ends)), layers
@@ -168,11 +174,12 @@ def _last(x: Array, lengths: Array) -> Array:
 def _embed(graph: Any) -> Callable:
     @jax.jit
     def embed(state, tokens, lengths):
-        order = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=lengths.dtype), tokens.shape)
-        positions = jnp.where(
-            order < lengths[:, None], order, 0
-        )  # of padding they could lie beyond the table
-        return nnx.merge(graph, state).embed(tokens, positions, None)
+        order = jnp.arange(tokens.shape[1], dtype=lengths.dtype)
+        order = jnp.broadcast_to(order, tokens.shape)
+        # Positions of padding could lie beyond the table.
+        positions = jnp.where(order < lengths[:, None], order, 0)
+        model = nnx.merge(graph, state)
+        return model.embed(tokens, positions, None)
 
     return embed
 
@@ -185,7 +192,8 @@ def _prefill(graph: Any, capacity: int) -> Callable:
         cache = block.init_cache(len(x), block.att.window or capacity)
         # A static length of 0 says that the cache is empty, so that the prompt attends to itself
         # alone.
-        attended = block.attend(x, lengths=lengths, cache=cache.replace(length=0))
+        empty = cache.replace(length=0)
+        attended = block.attend(x, lengths=lengths, cache=empty)
         return attended.output, attended.cache
 
     return prefill

@@ -87,6 +87,7 @@ class DeepseekV3(Decoder[DeepseekV3Config]):
 
     def head_norms(self, **numerics: Any) -> dict[str, Any]:
         """Return the norms of the latents; their epsilon is fixed, as in DeepSeek-V3."""
+        # Where a query has no latent there is no norm of one.
         ranks = self.config.latent_ranks
         return {name: RMSNorm(rank, 1e-6, **numerics) for name, rank in ranks.items()}
 
@@ -101,6 +102,7 @@ class DeepseekV3(Decoder[DeepseekV3Config]):
         experts = Experts(
             config.num_experts, config.d_model, config.d_expert, config.activation, **options
         )
+        # All shared experts are one layer, as wide as they are together.
         shared = GatedFeedForward(
             config.d_model, config.num_shared * config.d_expert, config.activation, **options
         )

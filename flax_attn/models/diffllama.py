@@ -49,6 +49,7 @@ class DiffLlama(Decoder[DiffLlamaConfig]):
             layer,
             qkv_bias=config.attention_bias,
             out_bias=config.attention_bias,
+            # Deeper layers subtract more, as in the paper.
             lambda_init=differential_lambda(layer),
             eps=config.eps,
             **options,

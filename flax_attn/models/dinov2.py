@@ -25,18 +25,16 @@ from flax_attn.sharding.parameters import named
 
 def _layout(base: str, ignored: str = "") -> Layout:
     layer = f"{base}encoder.layer.{{i}}."
-    gate_up = [
-        tuple(f"trf_blocks.{{i}}.ff.{name}.{part}" for name in ("W_gate", "W_up"))
-        for part in ("kernel", "bias")
-    ]
+    ff = "trf_blocks.{i}.ff."
+    # One matrix of both, the gate first.
+    kernels = f"{ff}W_gate.kernel", f"{ff}W_up.kernel"
+    biases = f"{ff}W_gate.bias", f"{ff}W_up.bias"
     linear = {"ff.layers.0": "mlp.fc1", "ff.layers.2": "mlp.fc2", "ff.W_down": "mlp.weights_out"}
     rules = (
-        Rule(gate_up[0], f"{layer}mlp.weights_in.weight", "i o -> o i"),
-        Rule(gate_up[1], f"{layer}mlp.weights_in.bias"),
-        *(
-            Rule((f"trf_blocks.{{i}}.post_norm{n}.scale",), f"{layer}layer_scale{n}.lambda1")
-            for n in (1, 2)
-        ),
+        Rule(kernels, f"{layer}mlp.weights_in.weight", "i o -> o i"),
+        Rule(biases, f"{layer}mlp.weights_in.bias"),
+        Rule(("trf_blocks.{i}.post_norm1.scale",), f"{layer}layer_scale1.lambda1"),
+        Rule(("trf_blocks.{i}.post_norm2.scale",), f"{layer}layer_scale2.lambda1"),
         Rule(("mask_token",), f"{base}embeddings.mask_token", "d -> 1 d"),
     )
     return image_layout(base, linear, {"norm1": "norm1", "norm2": "norm2"}, *rules, ignored=ignored)
@@ -86,6 +84,7 @@ class DINOv2(ImageEncoder[DINOv2Config]):
     def feed_forward(self, **options: Any) -> FeedForward | GatedFeedForward:
         """Return the feed-forward part of a layer: SwiGLU with biases if the config asks for it."""
         config = self.config
+        # The largest model alone.
         if config.swiglu:
             return GatedFeedForward(config.d_model, config.d_inner, bias=True, **options)
         return FeedForward(config.d_model, config.d_inner, config.activation, **options)
@@ -114,8 +113,10 @@ class DINOv2(ImageEncoder[DINOv2Config]):
     def positions(self, height: int, width: int) -> Float[Array, "t d"]:
         """Return the vectors of the positions for this image size, the class token first."""
         table, config = self.pos_emb.embedding[...], self.config
+        # The size it was trained at: nothing is resized, and nothing rounded.
         if (height, width) == config.image_size:
             return table
+        # The class token has no place in the image, and keeps its position.
         grid = rearrange(table[1:], "(i j) d -> i j d", i=config.grid[0])
         grid = resize_bicubic(grid, height // config.patch_size[0], width // config.patch_size[1])
         return jnp.concatenate([table[:1], rearrange(grid, "i j d -> (i j) d")])

@@ -104,6 +104,7 @@ class Encoder(Pretrained, Generic[C]):
 
     def predict(self, hidden: Tokens) -> Array:
         """Return the output of a call, from that of `hidden`; the same if there is no head."""
+        # A family with a head overrides it.
         return hidden
 
     def run(
@@ -119,6 +120,7 @@ class Encoder(Pretrained, Generic[C]):
 
         The arguments are those of the call of a family.
         """
+        # Without a cache: every token sees those behind it, so that none can be kept.
         ran = self.trf_blocks.run(
             constrain(x, *RESIDUAL),
             cache=None,
@@ -162,14 +164,18 @@ class TextEncoder(Encoder[C]):
         """Return the vectors of all tokens, `(b, t, d_model)`; takes the arguments of a call."""
         shape = tuple(tokens.shape)
 
+        # Padding is looked up as token 0, which every table has.
         def real(numbers: ArrayLike) -> Array:
             return without_arranged_padding(numbers, shape, lengths)
 
-        positions = None if positions is None else real(as_positions(positions, shape))
-        order = arranged(jnp.arange(shape[-1])) if positions is None else positions
-        inputs = {
-            name: numbers if numbers is None else real(numbers) for name, numbers in inputs.items()
-        }
+        if positions is None:
+            order = arranged(jnp.arange(shape[-1]))
+        else:
+            order = positions = real(as_positions(positions, shape))
+        # Numbers of padding could lie beyond a table.
+        for name, numbers in inputs.items():
+            if numbers is not None:
+                inputs[name] = real(numbers)
         x = self.embed(real(tokens), order, fold_in(dropout_key, 0), **inputs)
         return self.run(x, mask=mask, positions=positions, lengths=lengths, dropout_key=dropout_key)
 

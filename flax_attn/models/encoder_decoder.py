@@ -31,6 +31,7 @@ from flax_attn.sharding.axes import RESIDUAL, TOKENS, constrain
 from flax_attn.sharding.zigzag_inputs import arranged, without_arranged_padding
 
 
+# As a class, so that type checkers follow options that pass through several methods.
 class DecodeOptions(TypedDict, total=False):
     """The keywords of `EncoderDecoder.hidden`; `decode` describes them."""
 
@@ -38,7 +39,8 @@ class DecodeOptions(TypedDict, total=False):
     dropout_key: Array | None
 
 
-Caches = tuple[Cache, ...]  # one for each layer of the decoder
+# One for each layer of the decoder.
+Caches = tuple[Cache, ...]
 Kept = tuple[KVCache, ...]
 
 
@@ -128,6 +130,7 @@ class EncoderDecoder(Pretrained, Generic[C]):
             self.final_norm = self.norm(**numerics)
             products["axes"] = ("embed", "vocab")
             sizes = config.d_model, config.vocab_size
+            # Where it is tied, the table of tokens is the head: no second copy is held.
             self.out_head = None if config.tied else Linear(*sizes, bias=False, **products)
             self.initialise(rngs)
         if scan_layers:
@@ -175,6 +178,7 @@ class EncoderDecoder(Pretrained, Generic[C]):
         dropout_key: Array | None = None,
     ) -> Tokens:
         """Return the output of the encoder; the first `lengths` inputs of each row are real."""
+        # Encoder and decoder have keys of their own, and so has each place in them.
         key = fold_in(dropout_key, 0)
         if jnp.issubdtype(inputs.dtype, jnp.integer):
             inputs = without_arranged_padding(inputs, inputs.shape, lengths)
@@ -195,6 +199,7 @@ class EncoderDecoder(Pretrained, Generic[C]):
 
         Those of stacked layers are one.
         """
+        # Once for a prompt: each step of decoding reads them again.
         return self.dec_blocks.keep(encoded, lengths)
 
     def attend(
@@ -240,7 +245,9 @@ class EncoderDecoder(Pretrained, Generic[C]):
             dropout_key: key of the dropout in train mode; None draws keys from the `dropout`
                 streams.
         """
+        # A cache of another model would be read layer by layer without an error.
         check_caches("kept", kept, len(self.dec_blocks.blocks))
+        # The encoder has key 0.
         t, key = tokens.shape[-1], fold_in(dropout_key, 1)
         if cache is None:
             order = arranged(jnp.arange(t))
@@ -254,6 +261,7 @@ class EncoderDecoder(Pretrained, Generic[C]):
             key=key,
             remat=self.remat,
             positions=None,
+            # Each layer has keys and values of its own of the same encoder output.
             each=[{"kept": one} for one in kept],
             lengths=lengths,
             bias=self.biases()[1],

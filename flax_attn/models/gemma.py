@@ -44,7 +44,8 @@ class Gemma(Decoder[C]):
     ) -> Tokens:
         """Return the vectors of tokens, times the square root of their width."""
         x = super().embed(tokens, positions, dropout_key)
-        return x * jnp.asarray(self.config.d_model**0.5, x.dtype)  # rounded, as in training
+        # Rounded, as in training.
+        return x * jnp.asarray(self.config.d_model**0.5, x.dtype)
 
     def attention(self, layer: int, **options: Any) -> MultiHeadAttention:
         """Return the attention of a layer, with biases if the config asks for them."""

@@ -45,6 +45,7 @@ class Gemma2(Gemma[C]):
     def attention(self, layer: int, **options: Any) -> MultiHeadAttention:
         """Return the attention of a layer, its scores scaled and capped."""
         config = self.config
+        # The scale is an argument of its own, and not always that of a head's width.
         scores = Scores(scale=config.query_pre_attn_scalar**-0.5, soft_cap=config.score_cap)
         return super().attention(layer, scores=scores, **options)
 
@@ -57,6 +58,7 @@ class Gemma2(Gemma[C]):
     def logits(self, hidden: Float[Array, "*b d"]) -> Float[Array, "*b vocab"]:
         """Return the logits of what `hidden` returned, capped in at least float32."""
         found, cap = super().logits(hidden), self.config.logit_cap
+        # Gemma 3, which extends this family, has no caps.
         if cap is None:
             return found
         return (cap * jnp.tanh(found.astype(accumulation_dtype(found.dtype)) / cap)).astype(

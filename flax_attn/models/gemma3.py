@@ -35,6 +35,7 @@ class Gemma3(Gemma2[Gemma3Config]):
     def rope(self, layer: int) -> RoPE:
         """Return the rotary positions of a layer, by whether it has a window."""
         config = self.config
+        # Layers with a window have a base of their own, as they look less far.
         return RoPE.of(config.rope if self.window(layer) is None else config.local_rope)
 
     def head_norms(self, **numerics: Any) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from attn_spec.longrope import LongRoPEScaling
 from attn_spec.prompts import Prompts, StopTokens, as_prompts, as_stop_tokens
 from attn_spec.sampling import Sampling
 from flax_attn.functional.dropout import key_data
-from flax_attn.models.decode_loop import answers, rereading
+from flax_attn.models.decode_loop import answer_tokens, new_tokens_with_rereads
 from flax_attn.models.encoder_decoder import EncoderDecoder
 from flax_attn.models.language_model import LanguageModel
 from flax_attn.models.pretrained import Pretrained
@@ -165,7 +165,7 @@ def _continue(
     limit = model.config.context_length
     capacity = capacity or _bucket(max(map(len, prompts)) + max_new_tokens, limit)
     rereads = _rereads(model, prompts, max_new_tokens)
-    made = rereading(
+    made = new_tokens_with_rereads(
         _in_eval_mode(model),
         prompts,
         rereads,
@@ -197,27 +197,38 @@ def _answer(
     sampling: Sampling,
     seed: Any,
 ) -> _Made:
-    config, begin = model.config, _start(model, start)
-    ends = (int(begin.min()), int(begin.max())) if len(begin) else None
+    config = model.config
+    begin = _start(model, start)
     limits = config.context_length or sys.maxsize, max_new_tokens, capacity
-    check_prompt(0, len(begin), ends, config.vocab_size, *limits)
+    check_prompt(0, len(begin), _ends(begin), config.vocab_size, *limits)
     total = _bucket(len(begin) + max_new_tokens, config.context_length)
-    features = np.asarray(inputs) if _is_floating(inputs) else None
-    if features is not None:
-        single, lengths = features.ndim == 2, None
-        padded = features[None] if single else features
+    # Features, as of sound, are all real: lengths are those of tokens.
+    lengths = None
+    if _is_floating(inputs):
+        padded = np.asarray(inputs)
+        single = padded.ndim == 2
+        if single:
+            padded = padded[None]
     else:
         prompts, single = as_prompts(inputs)
+        # An encoder has no cache that a long input could fill.
         for i, prompt in enumerate(prompts):
-            ends = (int(prompt.min()), int(prompt.max())) if len(prompt) else None
-            check_prompt(i, len(prompt), ends, config.vocab_size, sys.maxsize, 0, None)
+            check_prompt(i, len(prompt), _ends(prompt), config.vocab_size, sys.maxsize, 0, None)
         padded, lengths = _pad(prompts, None)
-    begins = np.tile(begin, (len(padded), 1))
-    made = answers(_in_eval_mode(model), padded, lengths, begins, capacity or total, sampling, seed)
-    return made, len(padded), single
+    b = len(padded)
+    begins = np.tile(begin, (b, 1))
+    capacity = capacity or total
+    made = answer_tokens(_in_eval_mode(model), padded, lengths, begins, capacity, sampling, seed)
+    return made, b, single
+
+
+def _ends(tokens: np.ndarray) -> tuple[int, int] | None:
+    """Return the least and the largest token, which are checked against the vocabulary."""
+    return (int(tokens.min()), int(tokens.max())) if len(tokens) else None
 
 
 def _start(model: EncoderDecoder, start: Sequence[int] | None) -> np.ndarray:
+    # The decoder begins with a token of the config where none is given.
     prompts, single = as_prompts([model.config.start_token] if start is None else start)
     if not single:
         raise ValueError(
@@ -240,12 +251,14 @@ def _collect(
     rows = [[] for _ in range(b)]
     # Tokens are read one by one only where something depends on them: else the device need not wait
     # for Python.
-    for tokens in made if stops or callback else list(made):
-        for i, (row, token) in enumerate(zip(rows, np.asarray(tokens).tolist(), strict=True)):
-            if not (row and row[-1] in stops):
-                row.append(token)
-                if callback:
-                    callback(i, token)
+    for step in made if stops or callback else list(made):
+        tokens = np.asarray(step).tolist()
+        for i, row in enumerate(rows):
+            if row and row[-1] in stops:
+                continue
+            row.append(tokens[i])
+            if callback:
+                callback(i, tokens[i])
         if all(row[-1] in stops for row in rows):
             break
     return rows
@@ -254,16 +267,12 @@ def _collect(
 def _check_prompts(
     model: LanguageModel, prompts: list[np.ndarray], max_new_tokens: int, capacity: int | None
 ) -> None:
+    config = model.config
+    # Where all layers have a window, their caches are rings, which no sequence fills.
     full = any(block.att.window is None for block in model.trf_blocks.blocks)
+    limits = config.context_length, max_new_tokens, capacity if full else None
     for i, prompt in enumerate(prompts):
-        ends = (int(prompt.min()), int(prompt.max())) if len(prompt) else None
-        sizes = (
-            model.config.vocab_size,
-            model.config.context_length,
-            max_new_tokens,
-            capacity if full else None,
-        )
-        check_prompt(i, len(prompt), ends, *sizes)
+        check_prompt(i, len(prompt), _ends(prompt), config.vocab_size, *limits)
 
 
 def _seed(key: Array | None, sampling: Sampling) -> Array | np.ndarray:
@@ -290,6 +299,7 @@ def _bucket(size: Any, limit: int | None = None) -> int:
 
 
 def _in_eval_mode(model: _M) -> _M:
-    model = nnx.merge(*nnx.split(model))  # shares its arrays
+    # It shares the arrays of the model.
+    model = nnx.merge(*nnx.split(model))
     model.eval()
     return model

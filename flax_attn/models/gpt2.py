@@ -149,6 +149,7 @@ def create_gpt2_attention(
     References:
         Radford et al. 2019, "Language Models are Unsupervised Multitask Learners".
     """
+    # Both "small" and "gpt2-small" are names of a size.
     name = size if size in GPT2_CONFIGS else f"gpt2-{size}"
     check_choice("size", size if name not in GPT2_CONFIGS else name, tuple(GPT2_CONFIGS))
     config = GPT2_CONFIGS[name]

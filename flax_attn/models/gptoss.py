@@ -55,6 +55,7 @@ class GptOss(Decoder[GptOssConfig]):
     ) -> MixtureOfExperts:
         """Return the mixture of a layer."""
         config = self.config
+        # Router and experts have biases, which no other family here has.
         return MixtureOfExperts(
             Router(config.d_model, config.num_experts, config.top_k, bias=True, **options),
             Experts(

@@ -24,6 +24,7 @@ from flax_attn.modules.patches import Patches
 from flax_attn.sharding.parameters import named
 
 C = TypeVar("C", bound=ImageConfig)
+# Channels first, as in PyTorch.
 Images = Float[Array, "*b c height width"]
 
 
@@ -43,13 +44,17 @@ class ImageEncoder(Encoder[C]):
 
     def create_embeddings(self, *, rngs: nnx.Rngs, param_dtype: Any, **numerics: Any) -> None:
         """Set the patches, the class token and the table of positions."""
-        config, numerics = self.config, {"rngs": rngs, "param_dtype": param_dtype, **numerics}
-        self.patches = Patches(config.d_model, config.channels, *config.patch_size, **numerics)
-        token = normal(0.02)(next_key(rngs.params), (config.d_model,), param_dtype)
+        config = self.config
+        d = config.d_model
+        numerics |= {"rngs": rngs, "param_dtype": param_dtype}
+        self.patches = Patches(d, config.channels, *config.patch_size, **numerics)
+        draw = normal(0.02)
+        token = draw(next_key(rngs.params), (d,), param_dtype)
         self.cls_token = nnx.Param(token, **named(None))
-        self.pos_emb = Embedding(
-            1 + config.grid[0] * config.grid[1], config.d_model, axes=(None, "embed"), **numerics
-        )
+        # The class token has a position as well, the first.
+        rows, columns = config.grid
+        places = 1 + rows * columns
+        self.pos_emb = Embedding(places, d, axes=(None, "embed"), **numerics)
         self.drop_emb = Dropout(config.dropout, rngs=rngs)
 
     def create_head(self, **numerics: Any) -> None:

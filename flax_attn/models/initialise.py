@@ -28,9 +28,13 @@ def draw(model: nnx.Module, rngs: nnx.Rngs, std: Callable[[tuple], float] | None
     for path, param in nnx.iter_graph(model):
         if not isinstance(param, nnx.Param):
             continue
-        if path[-1] == "bias":
-            param.set_value(filled(param.shape, 0, param.dtype))
-        elif path[-1] in ("kernel", "embedding"):
+        name = path[-1]
+        if name == "bias":
+            zeros = filled(param.shape, 0, param.dtype)
+            param.set_value(zeros)
+        elif name in ("kernel", "embedding"):
             deviation = 0.02 if std is None else std(path)
-            value = normal(deviation)(next_key(rngs.params), param.shape, param.dtype)
+            draw_normal = normal(deviation)
+            key = next_key(rngs.params)
+            value = draw_normal(key, param.shape, param.dtype)
             param.set_value(value)

@@ -30,7 +30,8 @@ from flax_attn.modules.work import Work, work_of_parts
 from flax_attn.sharding.axes import RESIDUAL, TOKENS, constrain
 from flax_attn.sharding.zigzag_inputs import arranged_positions, without_arranged_padding
 
-ModelCache = tuple[Cache, ...]  # one for each layer
+# One for each layer.
+ModelCache = tuple[Cache, ...]
 
 
 @runtime_checkable
@@ -49,6 +50,7 @@ class ModelConfig(Protocol):
     def tied(self) -> bool: ...
 
 
+# As a class, so that type checkers follow options that pass through several methods.
 class ModelOptions(TypedDict, total=False):
     """The keywords of a call; `LanguageModel.attend` describes them."""
 
@@ -260,7 +262,8 @@ class LanguageModel(Pretrained, Generic[C]):
     def work(self, t: int, s: int) -> Work:
         """Return the operations of a call of `t` tokens behind a cache, `s` tokens in all."""
         found = work_of_parts(self, t, s)
-        if self.out_head is None:  # the table is the head
+        # The table is the head.
+        if self.out_head is None:
             found += Work(2 * t * prod(self.tok_emb.embedding.shape))
         return found
 
@@ -274,7 +277,9 @@ def initialise(model: LanguageModel, rngs: nnx.Rngs) -> None:
     References:
         Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", section 2.3.
     """
-    layers = max(1, len(model.trf_blocks))  # a model of embedding and head alone has none
+    # A model of embedding and head alone has none.
+    layers = max(1, len(model.trf_blocks))
+    # Each layer adds two terms to the residual path: their sum keeps its variance.
     last = 0.02 * (2 * layers) ** -0.5
     draw(model, rngs, lambda path: last if _ends_a_residual_path(path) else 0.02)
 

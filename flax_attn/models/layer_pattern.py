@@ -46,7 +46,7 @@ def kind_of(block: Block) -> object:
     return graph, jax.tree.map(lambda x: (x.shape, x.dtype), state)
 
 
-def in_turns(kinds: Sequence[object]) -> tuple[tuple[int, ...], ...]:
+def group_by_pattern(kinds: Sequence[object]) -> tuple[tuple[int, ...], ...]:
     """Return the layers of each stacked block, for the fewest blocks.
 
     Blocks before the first turn hold one layer each; then each block of a turn follows.
@@ -55,20 +55,19 @@ def in_turns(kinds: Sequence[object]) -> tuple[tuple[int, ...], ...]:
         UnequalLayersError: if no turn is repeated.
 
     Example:
-        >>> in_turns("FLLFLLFLL"), in_turns("ALLFLLF")
+        >>> group_by_pattern("FLLFLLFLL"), group_by_pattern("ALLFLLF")
         (((0, 3, 6), (1, 4, 7), (2, 5, 8)), ((0,), (1, 4), (2, 5), (3, 6)))
     """
     n = len(kinds)
+    # The fewest kinds of layers first: each is a stack of its own, and compiled once.
     for count in range(1, n):
         for first in range(count):
             size = count - first
-            if (n - first) % size == 0 and all(
-                kinds[i] == kinds[i - size] for i in range(first + size, n)
-            ):
-                return (
-                    *((i,) for i in range(first)),
-                    *(tuple(range(first + m, n, size)) for m in range(size)),
-                )
+            same = all(kinds[i] == kinds[i - size] for i in range(first + size, n))
+            if same and (n - first) % size == 0:
+                alone = [(i,) for i in range(first)]
+                turns = [tuple(range(first + m, n, size)) for m in range(size)]
+                return *alone, *turns
     if n == 1:
         return ((0,),)
     other = next(i for i, kind in enumerate(kinds) if kind != kinds[0])

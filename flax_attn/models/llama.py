@@ -36,6 +36,7 @@ class Llama(Decoder[C]):
 
     def attention(self, layer: int, **options: Any) -> MultiHeadAttention:
         """Return the attention of a layer, with biases if the config asks for them."""
+        # One option for all four projections, as in transformers.
         bias = self.config.attention_bias
         return super().attention(layer, qkv_bias=bias, out_bias=bias, **options)
 

@@ -67,20 +67,26 @@ def next_token_loss(
         (2.4, 2.4)
     """
     shape = tuple(tokens.shape)
+    # The mean of no token is no number.
     if shape[-1] < 2:
         raise ValueError(
             "the loss is that of the tokens after the first, so there must be two; got shape"
             f" {shape}. Leave out rows of one token"
         )
+    # Before the model runs: a float that is rounded down would be another token.
     check_ids(dtype_name(tokens.dtype))
     tokens = clipped(tokens, model.config.vocab_size)
     options = {"lengths": lengths, "dropout_key": dropout_key, **_packed(segments, shape)}
     hidden = model.hidden(arranged(tokens), **options)
     counted = _targets(tokens, lengths, segments)
     dtype = accumulation_dtype(hidden.dtype)
-    weights = counted.astype(dtype) / jnp.maximum(counted.sum(), 1).astype(dtype)
-    arrays = (hidden, arranged(jnp.roll(tokens, -1, axis=-1)), arranged(weights))
-    return cross_entropy(*_head(model), *(x if tokens.ndim == 2 else x[None] for x in arrays))
+    # Divided before it is summed, so that the gradient of each row is that of the mean.
+    total = jnp.maximum(counted.sum(), 1)
+    weights = arranged(counted.astype(dtype) / total.astype(dtype))
+    targets = arranged(jnp.roll(tokens, -1, axis=-1))
+    if tokens.ndim == 1:
+        hidden, targets, weights = hidden[None], targets[None], weights[None]
+    return cross_entropy(*_head(model), hidden, targets, weights)
 
 
 def _packed(segments: ArrayLike | None, tokens: tuple[int, ...]) -> dict:
@@ -99,13 +105,19 @@ def _targets(
     tokens: Array, lengths: ArrayLike | int | None, segments: ArrayLike | None
 ) -> Bool[Array, "*b t"]:
     """Return which tokens are followed by a target."""
-    b, t = tokens.shape if tokens.ndim == 2 else (1, len(tokens))
-    real = real_tokens(b, t, lengths).reshape(tokens.shape)
-    counted = jnp.roll(real, -1, axis=-1).at[..., -1].set(False)
+    *batch, t = tokens.shape
+    b = batch[0] if batch else 1
+    real = real_tokens(b, t, lengths)
+    real = real.reshape(tokens.shape)
+    # The last token has no next one.
+    counted = jnp.roll(real, -1, axis=-1)
+    counted = counted.at[..., -1].set(False)
     if segments is None:
         return counted
+    # Nor has that of a document: what follows is another one.
     ids = jnp.broadcast_to(jnp.asarray(segments), tokens.shape)
-    return counted & (ids == jnp.roll(ids, -1, axis=-1))
+    following = jnp.roll(ids, -1, axis=-1)
+    return counted & (ids == following)
 
 
 def _head(model: LanguageModel) -> tuple[Callable, Any]:

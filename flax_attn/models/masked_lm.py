@@ -72,11 +72,13 @@ class MaskedLMHead(nnx.Module):
         self.dense = Linear(d_model, d_model, dense_bias, axes=("embed", None), **numerics)
         self.activation, self.norm = ACTIVATIONS[activation], norm
         values = filled(vocab_size, 0, param_dtype) if bias else None
+        # It starts at 0, as in transformers.
         self.bias = None if values is None else nnx.Param(values, **named("vocab"))
 
     def __call__(
         self, x: Float[Array, "*shape d"], table: Embedding
     ) -> Float[Array, "*shape vocab"]:
+        # The table of the embedding is the last matrix: only the bias is the head's own.
         logits = table.attend(self.norm(self.activation(self.dense(x))))
         if self.bias is not None:
             logits = add(logits, self.bias[...].astype(logits.dtype))

@@ -42,6 +42,7 @@ class Mixtral(Decoder[MixtralConfig]):
     ) -> MixtureOfExperts:
         """Return the mixture of a layer."""
         config = self.config
+        # The mixture of the paper: weights of the chosen experts sum to 1.
         return MixtureOfExperts(
             Router(config.d_model, config.num_experts, config.top_k, **options),
             Experts(

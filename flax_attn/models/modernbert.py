@@ -107,9 +107,9 @@ class ModernBert(TextEncoder[ModernBertConfig]):
     def block(self, layer: int, backend: str, **numerics: Any) -> TransformerBlock:
         """Return a block: norms before attention and feed-forward, but for the first attention."""
         config = self.config
-        feed_forward = GatedFeedForward(
-            config.d_model, config.d_hidden, config.activation, config.ff_bias, **numerics
-        )
+        sizes = config.d_model, config.d_hidden
+        feed_forward = GatedFeedForward(*sizes, config.activation, config.ff_bias, **numerics)
+        # The embedding has a norm already, in front of the first layer.
         norm1 = self.norm(**numerics) if layer else None
         attention = self.attention(layer, backend=backend, **numerics)
         return TransformerBlock(attention, feed_forward, norm1, self.norm(**numerics))
@@ -118,6 +118,7 @@ class ModernBert(TextEncoder[ModernBertConfig]):
         """Return the attention, full or local; `options` are arguments of `MultiHeadAttention`."""
         config, bias = self.config, self.config.attention_bias
         sizes = config.d_model, config.d_model, config.context_length, 0.0, config.num_heads, bias
+        # Full layers have a base of their own, for longer texts.
         if layer in config.full:
             return MultiHeadAttention(
                 *sizes, out_bias=bias, causal=False, rope=RoPE.of(config.rope), **options
@@ -125,6 +126,7 @@ class ModernBert(TextEncoder[ModernBertConfig]):
         return LocalAttention(
             *sizes,
             out_bias=bias,
+            # The window of the config counts both sides.
             reach=config.window // 2,
             rope=RoPE.of(config.local_rope),
             **options,

@@ -42,6 +42,7 @@ class Olmo2(Decoder[Olmo2Config]):
     def block_norms(self, **numerics: Any) -> dict[str, Any]:
         """Return the norms of a block, after both of its parts."""
         return {
+            # Without norms before the parts, what they add is normed alone.
             "norm1": None,
             "norm2": None,
             **{name: self.norm(**numerics) for name in ("post_norm1", "post_norm2")},
@@ -50,6 +51,7 @@ class Olmo2(Decoder[Olmo2Config]):
     def head_norms(self, **numerics: Any) -> dict[str, Any]:
         """Return the norms of queries and keys, all heads together."""
         config = self.config
+        # As wide as all heads together, which tells the attention to join them.
         heads = {"q_norm": config.num_heads, "k_norm": config.num_kv_heads or config.num_heads}
         return {
             name: self.norm(number * config.head_width, **numerics)

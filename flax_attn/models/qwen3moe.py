@@ -45,6 +45,7 @@ class Qwen3Moe(Qwen3):
     ) -> GatedFeedForward | MixtureOfExperts:
         """Return the mixture of a layer, or its SwiGLU layer where it has none."""
         config = self.config
+        # Listed in the config, by number or as every n-th layer.
         if layer in config.dense_layers:
             return super().feed_forward(layer, **options)
         router = Router(

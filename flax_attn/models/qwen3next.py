@@ -65,7 +65,9 @@ class Qwen3Next(Qwen3Moe):
     )
     config: Qwen3NextConfig  # pyright: ignore[reportIncompatibleVariableOverride]
 
-    def attention(self, layer: int, **options: Any) -> Attention:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def attention(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, layer: int, **options: Any
+    ) -> Attention:
         """Return the attention of a layer, gated, or its `GatedDeltaNet`."""
         config = self.config
         if layer in config.full_layers:
@@ -88,13 +90,14 @@ class Qwen3Next(Qwen3Moe):
 
     def feed_forward(self, layer: int, **options: Any) -> GatedFeedForward | MixtureOfExperts:
         """Return the mixture of a layer, with its shared expert, or the SwiGLU of a dense layer."""
-        mixture, config = super().feed_forward(layer, **options), self.config
+        mixture = super().feed_forward(layer, **options)
         if not isinstance(mixture, MixtureOfExperts):
             return mixture
-        shared = GatedFeedForward(config.d_model, config.d_shared, config.activation, **options)
-        return MixtureOfExperts(
-            mixture.router, mixture.experts, shared, Linear(config.d_model, 1, False, **options)
-        )
+        # One more expert, which computes every token, behind a gate of its own.
+        d, hidden = self.config.d_model, self.config.d_shared
+        shared = GatedFeedForward(d, hidden, self.config.activation, **options)
+        gate = Linear(d, 1, False, **options)
+        return MixtureOfExperts(mixture.router, mixture.experts, shared, gate)
 
     def norm(self, width: int | None = None, **options: Any) -> RMSNorm:
         """Return a norm whose factor is `1 + scale`."""

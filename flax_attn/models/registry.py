@@ -92,10 +92,12 @@ def model_class(path: str | PathLike[str]) -> type[Pretrained]:
 
 def _by_architecture(fields: Fields, first: type[Pretrained]) -> type[Pretrained]:
     """Return the class of a `model_type` that the file names; without a name, the first."""
-    kind, named = fields.text("model_type"), fields.optional_texts("architectures")
-    known = {
-        cls.family.architecture: cls for cls in FAMILIES if cls.family and kind in cls.family.read
-    }
+    kind = fields.text("model_type")
+    named = fields.optional_texts("architectures")
+    known = {}
+    for cls in FAMILIES:
+        if cls.family and kind in cls.family.read:
+            known[cls.family.architecture] = cls
     if named and named[0] not in known:
         raise ValueError(
             f"{fields.where}: architectures must name one of {', '.join(map(repr, known))}; got"

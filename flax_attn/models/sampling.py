@@ -20,23 +20,27 @@ def keep_most_likely(logits: Float[Array, "b v"], sampling: Sampling) -> Float[A
         Array([[ 0.        , -0.51082563,        -inf]], dtype=float32)
     """
     logits = logits.astype(accumulation_dtype(logits.dtype))
+    # Subtracted below: only differences count, and those of the likely words stay exact.
     largest = logits.max(axis=-1, keepdims=True)
     # Divided first, several could be infinite, and the most likely would be lost among them.
-    logits = (logits - jnp.where(jnp.isfinite(largest), largest, 0)) / sampling.temperature
+    logits = logits - jnp.where(jnp.isfinite(largest), largest, 0)
+    logits = logits / sampling.temperature
     if sampling.top_k or sampling.top_p:
-        logits = constrain(logits, "batch", None)  # words are sorted on one device
+        # Words are sorted on one device.
+        logits = constrain(logits, "batch", None)
     if sampling.top_k is not None and sampling.top_k < logits.shape[-1]:
-        logits = _from(logits, jax.lax.top_k(logits, sampling.top_k)[0][:, -1:])
+        largest, _ = jax.lax.top_k(logits, sampling.top_k)
+        logits = _from(logits, largest[:, -1:])
     if sampling.top_p is not None:
         ordered = -jnp.sort(-logits, axis=-1)
         chances = jax.nn.softmax(ordered, axis=-1)
-        inside = (
-            jnp.cumsum(chances, axis=-1) - chances < sampling.top_p
-        )  # the more likely ones have less together
-        inside = (
-            inside | (jnp.arange(inside.shape[-1]) == 0)[None]
-        )  # a top_p below float32's numbers is 0
-        logits = _from(logits, jnp.where(inside, ordered, jnp.inf).min(axis=-1, keepdims=True))
+        # A word is kept where the more likely ones have less than `top_p` together.
+        before = jnp.cumsum(chances, axis=-1) - chances
+        inside = before < sampling.top_p
+        # The first always, as a `top_p` below the numbers of float32 is 0.
+        first = jnp.arange(inside.shape[-1]) == 0
+        kept = jnp.where(inside | first[None], ordered, jnp.inf)
+        logits = _from(logits, kept.min(axis=-1, keepdims=True))
     return logits
 
 
@@ -54,15 +58,23 @@ def sample(
         >>> sample(jnp.array([[0.0, 3.0, 1.0]]), Sampling(), jnp.zeros(2, jnp.uint32), 0)
         Array([1], dtype=int32)
     """
+    # No number is drawn: the seed has no say.
     if sampling.greedy:
         return logits.argmax(axis=-1).astype(jnp.int32)
     kept = keep_most_likely(logits, sampling)
-    rows, words = (jnp.arange(size, dtype=jnp.uint32) for size in logits.shape)
-    own = threefry_2x32((key[0], key[1]), (jnp.asarray(step, jnp.uint32), rows[:, None]))
-    bits, _ = threefry_2x32(own, (words[None], jnp.uint32(0)))
+    b, v = logits.shape
+    rows = jnp.arange(b, dtype=jnp.uint32)[:, None]
+    words = jnp.arange(v, dtype=jnp.uint32)[None]
+    # A number depends on the seed, the step, the row and the word alone, on both sides.
+    step = jnp.asarray(step, jnp.uint32)
+    own = threefry_2x32((key[0], key[1]), (step, rows))
+    bits, _ = threefry_2x32(own, (words, jnp.uint32(0)))
+    # Half a step from 0 and from 1, whose logarithms are no numbers.
     uniform = ((bits >> 8).astype(kept.dtype) + 0.5) / 2**24
-    return (kept - jnp.log(-jnp.log(uniform))).argmax(axis=-1).astype(jnp.int32)
+    gumbel = -jnp.log(-jnp.log(uniform))
+    return (kept + gumbel).argmax(axis=-1).astype(jnp.int32)
 
 
 def _from(logits: Array, least: Array) -> Array:
+    # Words as likely as the least one are kept as well, on both sides.
     return jnp.where(logits >= least, logits, -jnp.inf)

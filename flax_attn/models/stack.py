@@ -26,7 +26,7 @@ from flax_attn.models.blocks import empty_cache, pure
 from flax_attn.models.layer_pattern import (
     Block,
     give_numbers,
-    in_turns,
+    group_by_pattern,
     kind_of,
     stack_modules,
     take_numbers,
@@ -70,12 +70,16 @@ class Stack(nnx.Module):
                 "scan_layers=True stacks one layer at least; got num_layers=0. Pass"
                 " scan_layers=False"
             )
-        numbers = [take_numbers(block) for block in blocks]
-        self.stacked_layers = in_turns(
-            [kind_of(block) for block in blocks]
-        )  # flax_attn.convert names layers by it
-        self.numbers = tuple(tuple(numbers[i] for i in layers) for layers in self.stacked_layers)
-        stacked = [stack_modules([blocks[i] for i in layers]) for layers in self.stacked_layers]
+        own = [take_numbers(block) for block in blocks]
+        kinds = [kind_of(block) for block in blocks]
+        # `flax_attn.convert` names layers by it.
+        self.stacked_layers = group_by_pattern(kinds)
+        numbers = []
+        stacked = []
+        for layers in self.stacked_layers:
+            numbers.append(tuple(own[i] for i in layers))
+            stacked.append(stack_modules([blocks[i] for i in layers]))
+        self.numbers = tuple(numbers)
         self.block: Any = stacked[0] if len(stacked) == 1 else nnx.List(stacked)
 
     def __len__(self) -> int:
@@ -135,9 +139,11 @@ class Stack(nnx.Module):
         kept = []
         for block in self.blocks:
             graph, state = nnx.split(cast(CrossBlock, block).cross)
-            kept.append(
-                jax.lax.map(lambda x, g=graph: nnx.merge(g, x).keep(encoded, lengths), state)
-            )
+
+            def keep(state: Any, graph: Any = graph) -> KVCache:
+                return nnx.merge(graph, state).keep(encoded, lengths)
+
+            kept.append(jax.lax.map(keep, state))
         return tuple(kept)
 
     def run(
@@ -161,11 +167,15 @@ class Stack(nnx.Module):
         turn = [m for m, count in enumerate(counts) if count > 1]
         for block in self.blocks:
             x = x.astype(_output_dtype(block, x))
+        # The layers before the first turn are scanned one by one, as stacks of one layer.
+        runs = [[m] for m in first]
+        if turn:
+            runs.append(turn)
+        options["positions"] = positions
         caches = []
-        for members in (*([m] for m in first), *([turn] if turn else [])):
+        for members in runs:
             own = None if cache is None else [cache[m] for m in members]
             further = [each[m] for m in members] if each else []
-            options["positions"] = positions
             x, after = self._scan(members, x, own, key, remat, further, **options)
             caches += after or []
         return Outputs(x, cache=None if cache is None else tuple(caches))

@@ -38,16 +38,19 @@ _FF = {"layers.0": "wi", "layers.2": "wo", "W_gate": "wi_0", "W_up": "wi_1", "W_
 
 def _stack(ours: str, theirs: str, cross: bool) -> tuple:
     """Return the rules of the blocks of a stack; the feed-forward layer is the last of a block."""
-    ours, layer, last = f"{ours}.{{i}}.", f"{theirs}.block.{{i}}.layer.", 2 if cross else 1
-    names = {f"{ours}att.{a}": f"{layer}0.SelfAttention.{b}" for a, b in _ATTENTION.items()}
-    names |= {f"{ours}ff.{a}": f"{layer}{last}.DenseReluDense.{b}" for a, b in _FF.items()}
-    if cross:
-        names |= {
-            f"{ours}cross.{a}": f"{layer}1.EncDecAttention.{b}" for a, b in _ATTENTION.items()
-        }
-    return *linears(names), *norms(
-        {f"{ours}norm{n + 1}": f"{layer}{n}.layer_norm" for n in range(last + 1)}
-    )
+    ours = f"{ours}.{{i}}."
+    layer = f"{theirs}.block.{{i}}.layer."
+    # Hugging Face counts the parts of a block: the feed-forward layer comes last.
+    last = 2 if cross else 1
+    names = {}
+    for a, b in _ATTENTION.items():
+        names[f"{ours}att.{a}"] = f"{layer}0.SelfAttention.{b}"
+        if cross:
+            names[f"{ours}cross.{a}"] = f"{layer}1.EncDecAttention.{b}"
+    for a, b in _FF.items():
+        names[f"{ours}ff.{a}"] = f"{layer}{last}.DenseReluDense.{b}"
+    of_norms = {f"{ours}norm{n + 1}": f"{layer}{n}.layer_norm" for n in range(last + 1)}
+    return *linears(names), *norms(of_norms)
 
 
 _COPIES = ("lm_head.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
@@ -114,13 +117,10 @@ class T5(EncoderDecoder[T5Config]):
     ) -> None:
         """Set the table of tokens, the dropout of its vectors, and the relative positions."""
         super().create_embeddings(precision=precision, rngs=rngs, **numerics)
-        sizes, numerics = (
-            (self.config.num_buckets, self.config.num_heads),
-            {"rngs": rngs, **numerics},
-        )
-        self.enc_bias, self.dec_bias = (
-            Embedding(*sizes, axes=(None, "heads"), **numerics) for _ in range(2)
-        )
+        sizes = self.config.num_buckets, self.config.num_heads
+        numerics |= {"rngs": rngs, "axes": (None, "heads")}
+        self.enc_bias = Embedding(*sizes, **numerics)
+        self.dec_bias = Embedding(*sizes, **numerics)
         self.drop_emb = Dropout(self.config.dropout, rngs=rngs)
 
     def encoder_block(
@@ -206,16 +206,16 @@ class T5(EncoderDecoder[T5Config]):
 
     def biases(self) -> tuple[Bias, Bias]:
         """Return the bias of the encoder, in both directions, and that of the decoder."""
-        tables, distance = (
-            (self.enc_bias.embedding[...], self.dec_bias.embedding[...]),
-            self.config.max_distance,
-        )
+        # One table serves all layers of a stack.
+        table = self.enc_bias.embedding[...]
+        table_back = self.dec_bias.embedding[...]
+        distance = self.config.max_distance
 
         def both(query: Array, key: Array) -> Array:
-            return t5_bias(tables[0], query, key, max_distance=distance)
+            return t5_bias(table, query, key, max_distance=distance)
 
         def backwards(query: Array, key: Array) -> Array:
-            return t5_bias(tables[1], query, key, bidirectional=False, max_distance=distance)
+            return t5_bias(table_back, query, key, bidirectional=False, max_distance=distance)
 
         return both, backwards
 

@@ -36,7 +36,8 @@ def _fit(config: WhisperConfig, stored: Mapping[str, Stored]) -> WhisperConfig:
 
     They are computed when a model is built, so the number is compared before.
     """
-    name, wanted = "encoder.embed_positions.weight", (config.num_positions, config.d_model)
+    name = "encoder.embed_positions.weight"
+    wanted = config.num_positions, config.d_model
     found = [entry.shape for key, entry in stored.items() if key.endswith(name)]
     if found != [wanted]:
         raise ConversionError(
@@ -51,15 +52,18 @@ _ATTENTION = {"W_query": "q_proj", "W_key": "k_proj", "W_value": "v_proj", "out_
 
 def _stack(ours: str, theirs: str, last: int, **attentions: str) -> tuple:
     """Return the rules of the blocks of a stack with these attentions and `last` norms."""
-    ours, layer = f"{ours}.{{i}}.", f"model.{theirs}.layers.{{i}}."
-    names = {
-        f"{ours}{own}.{a}": f"{layer}{n}.{b}"
-        for own, n in attentions.items()
-        for a, b in _ATTENTION.items()
-    }
-    names |= {f"{ours}ff.layers.0": f"{layer}fc1", f"{ours}ff.layers.2": f"{layer}fc2"}
-    before = [f"{layer}{name}_layer_norm" for name in (*attentions.values(), "final")]
-    return *linears(names), *norms({f"{ours}norm{i + 1}": before[i] for i in range(last)})
+    ours = f"{ours}.{{i}}."
+    layer = f"model.{theirs}.layers.{{i}}."
+    names = {f"{ours}ff.layers.0": f"{layer}fc1", f"{ours}ff.layers.2": f"{layer}fc2"}
+    for own, name in attentions.items():
+        for a, b in _ATTENTION.items():
+            names[f"{ours}{own}.{a}"] = f"{layer}{name}.{b}"
+    # A norm is named after what it stands before.
+    before = (*attentions.values(), "final")
+    of_norms = {}
+    for i in range(last):
+        of_norms[f"{ours}norm{i + 1}"] = f"{layer}{before[i]}_layer_norm"
+    return *linears(names), *norms(of_norms)
 
 
 def _convolution(name: str) -> tuple[Rule, Rule]:
@@ -116,57 +120,54 @@ class Whisper(EncoderDecoder[WhisperConfig]):
         self, *, precision: PrecisionLike = None, rngs: nnx.Rngs, **numerics: Any
     ) -> None:
         """Set the convolutions, the tables of tokens and positions, and the dropout of sums."""
-        config, numerics = self.config, {"rngs": rngs, **numerics}
+        config = self.config
+        d = config.d_model
+        numerics["rngs"] = rngs
         super().create_embeddings(precision=precision, **numerics)
-        self.conv1 = Convolution(config.num_mel, config.d_model, 3, precision=precision, **numerics)
-        self.conv2 = Convolution(
-            config.d_model, config.d_model, 3, 2, precision=precision, **numerics
-        )
-        self.enc_pos = Embedding(
-            config.num_positions, config.d_model, axes=(None, "embed"), **numerics
-        )
-        self.pos_emb = Embedding(
-            config.context_length, config.d_model, axes=(None, "embed"), **numerics
-        )
+        # The second halves the number of frames: two of them are one position.
+        self.conv1 = Convolution(config.num_mel, d, 3, precision=precision, **numerics)
+        self.conv2 = Convolution(d, d, 3, 2, precision=precision, **numerics)
+        numerics["axes"] = (None, "embed")
+        self.enc_pos = Embedding(config.num_positions, d, **numerics)
+        self.pos_emb = Embedding(config.context_length, d, **numerics)
         self.drop_emb = Dropout(config.dropout, rngs=rngs)
 
     def encoder_block(
         self, layer: int, backend: str, *, rngs: nnx.Rngs, **numerics: Any
     ) -> TransformerBlock:
         """Return a block of the encoder."""
-        config, numerics = self.config, {"rngs": rngs, **numerics}
+        config = self.config
+        numerics["rngs"] = rngs
         attention = self.attention(config.num_heads, causal=False, backend=backend, **numerics)
-        feed_forward, norms = (
-            self.feed_forward(config.d_hidden, **numerics),
-            (self.norm(**numerics) for _ in range(2)),
-        )
-        return TransformerBlock(
-            attention, feed_forward, *norms, drop_shortcut=Dropout(config.dropout, rngs=rngs)
-        )
+        feed_forward = self.feed_forward(config.d_hidden, **numerics)
+        norms = self.norm(**numerics), self.norm(**numerics)
+        dropout = Dropout(config.dropout, rngs=rngs)
+        return TransformerBlock(attention, feed_forward, *norms, drop_shortcut=dropout)
 
     def decoder_block(
         self, layer: int, backend: str, *, rngs: nnx.Rngs, **numerics: Any
     ) -> CrossBlock:
         """Return a block of the decoder."""
-        config, numerics = self.config, {"rngs": rngs, **numerics}
-        attention = self.attention(config.num_decoder_heads, backend=backend, **numerics)
-        sizes = config.d_model, config.d_model, config.attention_dropout, config.num_decoder_heads
-        cross = CrossAttention(*sizes, qkv_bias=True, backend=backend, **numerics)
-        norms = (self.norm(**numerics) for _ in range(3))
+        config = self.config
+        d, rate, heads = config.d_model, config.attention_dropout, config.num_decoder_heads
+        numerics["rngs"] = rngs
+        attention = self.attention(heads, backend=backend, **numerics)
+        # Keys have no bias here either, as `CrossAttention` has none by default.
+        cross = CrossAttention(d, d, rate, heads, qkv_bias=True, backend=backend, **numerics)
+        norms = [self.norm(**numerics) for _ in range(3)]
         feed_forward = self.feed_forward(config.d_decoder_hidden, **numerics)
-        return CrossBlock(
-            attention, cross, feed_forward, *norms, drop_shortcut=Dropout(config.dropout, rngs=rngs)
-        )
+        dropout = Dropout(config.dropout, rngs=rngs)
+        return CrossBlock(attention, cross, feed_forward, *norms, drop_shortcut=dropout)
 
     def attention(
         self, num_heads: int, *, backend: str, causal: bool = True, **numerics: Any
     ) -> MultiHeadAttention:
         """Return the self-attention of a layer; a bias of keys would not change the softmax."""
-        d, length = self.config.d_model, self.config.context_length if causal else None
+        d, rate = self.config.d_model, self.config.attention_dropout
+        length = self.config.context_length if causal else None
         options = {"qkv_bias": True, "causal": causal, "backend": backend}
-        attention = MultiHeadAttention(
-            d, d, length, self.config.attention_dropout, num_heads, **options, **numerics
-        )
+        attention = MultiHeadAttention(d, d, length, rate, num_heads, **options, **numerics)
+        # A bias on keys adds the same to all scores of a query: Whisper has none.
         axes = {"axes": ("embed", "kv_heads"), "unit": (1, d // num_heads)}
         attention.W_key = Linear(d, d, False, **axes, **numerics)
         return attention
@@ -189,10 +190,14 @@ class Whisper(EncoderDecoder[WhisperConfig]):
         self, inputs: Float[Array, "*b mel frames"], dropout_key: Array | None
     ) -> Tokens:
         """Return the vectors of sound, half as many as there are frames."""
+        # The encoder's positions are a table: sound of another length has none.
         check_features(inputs.shape, self.config.num_mel, 2 * self.config.num_positions)
-        gelu, x = FUNCTIONS["gelu_exact"], rearrange(inputs, "... mel frames -> ... frames mel")
-        x = gelu(self.conv2(gelu(self.conv1(x))))
-        x = add(x, self.enc_pos.embedding[...].astype(x.dtype))
+        gelu = FUNCTIONS["gelu_exact"]
+        x = rearrange(inputs, "... mel frames -> ... frames mel")
+        x = gelu(self.conv1(x))
+        x = gelu(self.conv2(x))
+        positions = self.enc_pos.embedding[...].astype(x.dtype)
+        x = add(x, positions)
         return self.drop_emb(x, dropout_key=dropout_key)
 
     def embed(

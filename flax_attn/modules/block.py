@@ -82,6 +82,7 @@ class TransformerBlock(nnx.Module):
         check_type(
             "drop_shortcut", drop_shortcut, Dropout | None, "drop_shortcut=Dropout(...), or None"
         )
+        # A norm that `norm_first` never calls would be a parameter that nothing trains.
         check_block_norms(norm_first, norm1, norm2, post_norm1, post_norm2)
         parts = {
             "ff": ff,
@@ -90,6 +91,7 @@ class TransformerBlock(nnx.Module):
             "post_norm1": post_norm1,
             "post_norm2": post_norm2,
         }
+        # What states no width, such as a function, is not checked.
         widths = {name: getattr(part, "d_model", None) for name, part in parts.items()}
         # kdim and vdim are the widths of the key and value inputs, if there are any.
         inputs = {name: getattr(att, name, att.d_in) for name in ("d_out", "kdim", "vdim")}
@@ -121,6 +123,7 @@ class TransformerBlock(nnx.Module):
         check_tokens("x", x, "d_model", self.att.d_in, self.att.context_length)
         x = x if self.att.dtype is None else x.astype(self.att.dtype)
         x = constrain(x, *RESIDUAL)
+        # One for each place where numbers are dropped: equal keys would drop equal places.
         keys = [fold_in(dropout_key, i) for i in range(3)]
         attended = run_layer(
             self.att,
@@ -170,4 +173,5 @@ class TransformerBlock(nnx.Module):
         y = constrain(y, *RESIDUAL)
         y = y if post_norm is None else post_norm(y)
         y = y if self.drop_shortcut is None else self.drop_shortcut(y, dropout_key=key)
+        # Post-norm is that of the first Transformer: the shortcut is normed as well.
         return x + y if self.norm_first or norm is None else norm(x + y)

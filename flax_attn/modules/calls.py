@@ -17,6 +17,7 @@ from flax_attn.modules.work import Work
 Bias = Float[Array, "..."] | Callable[[Array, Array], Array]
 
 
+# As a class, so that type checkers follow options that pass through several layers.
 class CallOptions(TypedDict, total=False):
     """Keyword arguments of a call; `MultiHeadAttention.attend` describes them."""
 
@@ -125,7 +126,10 @@ def run_layer(
 
     Where the output alone is requested it is a plain call: that is what hooks observe.
     """
-    requested: dict[str, Any] = {} if cache is None else {"cache": cache}
+    requested: dict[str, Any] = {}
+    # Named only where requested: a layer need not know both.
+    if cache is not None:
+        requested["cache"] = cache
     if return_weights:
         requested["return_weights"] = True
     if not requested:
@@ -141,11 +145,13 @@ def check_self_attention(
     cache: Cache | None,
 ) -> None:
     """Raise where positions have no rope, or where there is a key beside rope or a cache."""
+    # Else they would be dropped without a word.
     if rope is None and positions is not None:
         raise ValueError(
             "positions are for rope; got positions, rope=None. Construct the module with"
             " rope=RoPE()"
         )
+    # A key of another sequence has positions of its own, which no argument gives.
     if rope is not None and key is not None:
         raise ValueError(
             "rope rotates queries and keys by the positions of one sequence, in self-attention;"

@@ -69,6 +69,7 @@ class CausalAttention(SelfAttention):
         backend: str = "auto",
         rngs: nnx.Rngs | None = None,
     ):
+        # Before any parameter is drawn: a refused layer must not take keys from a stream.
         check_context_length(context_length)
         numerics = {
             "dtype": dtype,
@@ -96,6 +97,7 @@ class CausalAttention(SelfAttention):
         check_tokens("x", x, "d_in", self.d_in, self.context_length)
         return attend_one_head(
             *self.project(x),
+            # The mask that is passed can hide more, and show nothing that is behind a token.
             mask=Mask.causal() & as_mask(mask, heads=False),
             dropout=self.dropout.keyed(dropout_key),
             precision=self.precision,

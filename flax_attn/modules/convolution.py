@@ -55,6 +55,7 @@ class Convolution(nnx.Module):
         rngs: nnx.Rngs | None = None,
     ):
         check_positive(channels=channels, stride=stride)
+        # An even kernel has no token in its middle, and would shift the output by half a step.
         check_odd(width=width)
         numerics = {
             "dtype": dtype,
@@ -69,5 +70,6 @@ class Convolution(nnx.Module):
         check_tokens("x", x, "channels", self.channels, None)
         t, half = x.shape[-2], self.width // 2
         padded = jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(half, half), (0, 0)])
+        # A convolution is a linear layer of windows: its weight is that of PyTorch's, as a matrix.
         windows = [padded[..., i : i + t : self.stride, :] for i in range(self.width)]
         return self.proj(rearrange(jnp.stack(windows, axis=-1), "... t c k -> ... t (c k)"))

@@ -85,12 +85,15 @@ class CrossAttention(nnx.Module):
         check_positive(kdim=kdim)
         check_backend(backend)
         check_type("scores", scores, Scores, "scores=Scores(soft_cap=50.0)")
+        # The positions of the other sequence are not those of the queries, which a function is
+        # given.
         if scores.sinks or scores.function is not None:
             raise ValueError(
                 "the scores of cross-attention have a scale and a soft cap alone; got"
                 f" sinks={scores.sinks}, function={scores.function}. Leave out sinks and function"
             )
         self.d_in, self.d_out, self.kdim, self.vdim = d_in, d_in, kdim, kdim
+        # As a `MultiHeadAttention` names them: caches and weights are read by these names.
         self.num_heads = self.num_kv_heads = num_heads
         self.head_dim = d_in // num_heads if head_dim is None else head_dim
         self.scores, self.dtype, self.precision, self.backend = scores, dtype, precision, backend
@@ -117,17 +120,19 @@ class CrossAttention(nnx.Module):
         The first `lengths` tokens of each row are real; the rest is padding.
         """
         check_tokens("encoded", encoded, "kdim", self.kdim, None)
-        check_known_lengths(lengths, len(encoded) if encoded.ndim == 3 else 1, encoded.shape[-2])
-        pattern = "... s (k h) -> ... k s h"
-        key, value = (
-            rearrange(layer(encoded), pattern, k=self.num_heads)
-            for layer in (self.W_key, self.W_value)
-        )
-        key, value = (constrain(x, "batch", "kv_heads", "tokens", None) for x in (key, value))
-        given = encoded.shape[-2] if lengths is None else lengths
-        return KVCache(
-            key, value, given if isinstance(given, int) else jnp.asarray(given, jnp.int32)
-        )
+        *batch, s, _ = encoded.shape
+        check_known_lengths(lengths, batch[0] if batch else 1, s)
+        key = self.W_key(encoded)
+        value = self.W_value(encoded)
+        key = rearrange(key, "... s (k h) -> ... k s h", k=self.num_heads)
+        value = rearrange(value, "... s (k h) -> ... k s h", k=self.num_heads)
+        key = constrain(key, "batch", "kv_heads", "tokens", None)
+        value = constrain(value, "batch", "kv_heads", "tokens", None)
+        if lengths is None:
+            return KVCache(key, value, s)
+        if not isinstance(lengths, int):
+            lengths = jnp.asarray(lengths, jnp.int32)
+        return KVCache(key, value, lengths)
 
     def __call__(
         self, x: Float[Array, "*b t d"], kept: KVCache, *, dropout_key: Array | None = None
@@ -139,10 +144,9 @@ class CrossAttention(nnx.Module):
         check_cache_window(kept.window, None)
         query = rearrange(self.W_query(x), "... t (n h) -> ... t n h", n=self.num_heads)
         query = constrain(query, "batch", "tokens", "heads", None)
-        key, value = (
-            rearrange(a, "... k s h -> ... s k h").astype(query.dtype)
-            for a in (kept.key, kept.value)
-        )
+        # The other sequence may have been computed in another dtype.
+        key = rearrange(kept.key, "... k s h -> ... s k h").astype(query.dtype)
+        value = rearrange(kept.value, "... k s h -> ... s k h").astype(query.dtype)
         context = dot_product_attention(
             query,
             key,

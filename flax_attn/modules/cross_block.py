@@ -81,11 +81,13 @@ class CrossBlock(nnx.Module):
         drop_shortcut: Dropout | None = None,
     ):
         check_type("att", att, Attention, "att=MultiHeadAttention(...)")
+        # By class: its keys and values are made once, by `keep`, and passed to every step.
         check_type("cross", cross, CrossAttention, "cross=CrossAttention(...)")
         check_type(
             "drop_shortcut", drop_shortcut, Dropout | None, "drop_shortcut=Dropout(...), or None"
         )
         parts = {"ff": ff, "norm1": norm1, "norm2": norm2, "norm3": norm3}
+        # What states no width, such as a function, is not checked.
         widths = {name: getattr(part, "d_model", None) for name, part in parts.items()}
         check_block_widths(att.d_in, {"d_out": att.d_out}, widths | {"cross": cross.d_in})
         self.norm_first = norm_first
@@ -111,11 +113,15 @@ class CrossBlock(nnx.Module):
         Children 0 to 4 of `dropout_key` decide what is dropped: of the weights and the output of
         either attention, and of the feed-forward layer's output.
         """
+        # One for each place where numbers are dropped: equal keys would drop equal places.
         keys = [fold_in(dropout_key, i) for i in range(5)]
-        x = constrain(x if self.att.dtype is None else x.astype(self.att.dtype), *RESIDUAL)
+        if self.att.dtype is not None:
+            x = x.astype(self.att.dtype)
+        x = constrain(x, *RESIDUAL)
+        normed = self._before(self.norm1, x)
         attended = run_layer(
             self.att,
-            self._before(self.norm1, x),
+            normed,
             mask=mask,
             bias=bias,
             positions=positions,
@@ -124,9 +130,11 @@ class CrossBlock(nnx.Module):
             dropout_key=keys[0],
         )
         x = self._add(x, attended.output, self.norm1, keys[1])
-        crossed = self.cross(self._before(self.norm2, x), kept, dropout_key=keys[2])
+        normed = self._before(self.norm2, x)
+        crossed = self.cross(normed, kept, dropout_key=keys[2])
         x = self._add(x, crossed, self.norm2, keys[3])
-        x = self._add(x, self.ff(self._before(self.norm3, x)), self.norm3, keys[4])
+        normed = self._before(self.norm3, x)
+        x = self._add(x, self.ff(normed), self.norm3, keys[4])
         return replace(attended, output=x)
 
     def __call__(

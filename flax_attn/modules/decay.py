@@ -46,15 +46,18 @@ class DecayRate(nnx.Module):
         check_positive(num_heads=num_heads, size=size)
         check_dtypes(param_dtype=param_dtype)
         self.num_heads = num_heads
-        draw, sizes = uniform(1), (num_heads, num_heads * size)
-        drawn = [draw(next_key(rngs.params), (length,), param_dtype) for length in sizes]
-        rate, bias = _as_mamba(*drawn)
+        draw = uniform(1)
+        rate = draw(next_key(rngs.params), (num_heads,), param_dtype)
+        step = draw(next_key(rngs.params), (num_heads * size,), param_dtype)
+        rate, bias = _as_mamba(rate, step)
+        # Logarithms, as what is learned may then be any number, and the rate stays positive.
         self.A_log = nnx.Param(rate, **named("heads"))
         self.dt_bias = nnx.Param(bias, **named("heads", unit=(size,)))
 
     def __call__(self, x: Float[Array, "*shape d"]) -> Float[Array, "*shape n s"]:
         x = x.astype(accumulation_dtype(x.dtype))
-        bias, rate = (jnp.asarray(p[...], x.dtype) for p in (self.dt_bias, self.A_log))
+        bias = jnp.asarray(self.dt_bias[...], x.dtype)
+        rate = jnp.asarray(self.A_log[...], x.dtype)
         step = jax.nn.softplus(x + jnp.broadcast_to(bias, x.shape))
         step = rearrange(step, "... (n s) -> ... n s", n=self.num_heads)
         return step * jnp.broadcast_to(-jnp.exp(rate)[:, None], step.shape)

@@ -92,18 +92,15 @@ class DeltaAttention(Attention):
         precision: PrecisionLike = None,
         rngs: nnx.Rngs,
     ):
+        # Defaults first: the checks name the values that are used.
         num_key_heads = num_heads if num_key_heads is None else num_key_heads
         value_dim = head_dim if value_dim is None else value_dim
         check_positive(d_in=d_in, d_out=d_out, num_heads=num_heads, num_key_heads=num_key_heads)
         check_positive(head_dim=head_dim, value_dim=value_dim)
         check_recurrent_heads(num_heads, num_key_heads)
         self.d_in, self.d_out, self.kernel_size = d_in, d_out, kernel_size
-        self.num_heads, self.num_key_heads, self.head_dim, self.value_dim = (
-            num_heads,
-            num_key_heads,
-            head_dim,
-            value_dim,
-        )
+        self.num_heads, self.num_key_heads = num_heads, num_key_heads
+        self.head_dim, self.value_dim = head_dim, value_dim
         self.dtype, self.precision = dtype, precision
         numerics = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         products = {"precision": precision, **numerics}
@@ -118,6 +115,7 @@ class DeltaAttention(Attention):
         self.conv_query = ShortConvolution(keys, kernel_size, **of_key, **numerics)
         self.conv_key = ShortConvolution(keys, kernel_size, **of_key, **numerics)
         self.conv_value = ShortConvolution(values, kernel_size, **of_value, **numerics)
+        # Over each head: the state has no softmax that would bound what is read from it.
         self.norm = RMSNorm(value_dim, eps, dtype=dtype, param_dtype=param_dtype)
         self.out_proj = Linear(
             values, d_out, False, axes=("heads", "embed"), unit=(value_dim, 1), **products
@@ -164,17 +162,19 @@ class DeltaAttention(Attention):
         check_recurrent_options(options)
         if cache is not None:
             check_type("cache", cache, DeltaCache, "what init_cache of this layer returns")
-            cache.check_shapes(
-                DeltaCache.shapes(len(query) if query.ndim == 3 else None, **self._cached)
-            )
-        if query.ndim == 2:
-            batched = None if cache is None else jax.tree.map(lambda x: x[None], cache)
-            output, after = self._attend(query[None], as_mask(mask), lengths, batched)
-            return Outputs(
-                output[0], cache=None if after is None else jax.tree.map(lambda x: x[0], after)
-            )
-        output, after = self._attend(query, as_mask(mask), lengths, cache)
-        return Outputs(output, cache=after)
+            b = len(query) if query.ndim == 3 else None
+            wanted = DeltaCache.shapes(b, **self._cached)
+            cache.check_shapes(wanted)
+        # A sequence is computed as a batch of one. None, for no cache, is an empty tree.
+        single = query.ndim == 2
+        if single:
+            query = query[None]
+            cache = jax.tree.map(lambda x: x[None], cache)
+        output, cache = self._attend(query, as_mask(mask), lengths, cache)
+        if single:
+            output = output[0]
+            cache = jax.tree.map(lambda x: x[0], cache)
+        return Outputs(output, cache=cache)
 
     def init_cache(self, b: int | None, capacity: int, dtype: Dtype | None = None) -> DeltaCache:
         """Return an empty cache for `b` sequences.
@@ -195,14 +195,20 @@ class DeltaAttention(Attention):
         self, x: Array, mask: Mask, lengths: ArrayLike | int | None, cache: DeltaCache | None
     ) -> tuple[Array, DeltaCache | None]:
         b, t, _ = x.shape
-        order = (
-            jnp.broadcast_to(jnp.arange(t, dtype=jnp.int32), (b, t))
-            if cache is None
-            else cache.positions(t)
-        )
+        if cache is None:
+            order = jnp.broadcast_to(jnp.arange(t, dtype=jnp.int32), (b, t))
+        else:
+            order = cache.positions(t)
+        # A state forgets at the start of a document: a mask that says more cannot be honoured.
         starts, lengths = documents_of(mask, order, lengths)
-        after, lengths = (0, lengths) if cache is None else cache.count(t, lengths)
-        x = x if lengths is None else jnp.where(real_tokens(b, t, lengths)[..., None], x, 0)
+        after = 0
+        if cache is not None:
+            after, lengths = cache.count(t, lengths)
+        if lengths is not None:
+            # Padding must not reach the convolutions, which see tokens before their own.
+            x = jnp.where(real_tokens(b, t, lengths)[..., None], x, 0)
+            lengths = jnp.broadcast_to(jnp.asarray(lengths, jnp.int32), (b,))
+        # Modules do not enter `shard_map`, which takes arrays alone.
         graph, convolutions = nnx.split((self.conv_query, self.conv_key, self.conv_value))
         arrays = {
             "inputs": (self.W_query(x), self.W_key(x), self.W_value(x)),
@@ -211,24 +217,24 @@ class DeltaAttention(Attention):
             "convolutions": convolutions,
             "cache": None if cache is None else tuple(cache.arrays.values()),
             "starts": starts,
-            "lengths": (
-                None if lengths is None else jnp.broadcast_to(jnp.asarray(lengths, jnp.int32), (b,))
-            ),
+            "lengths": lengths,
         }
-        names = {
-            name: jax.tree.map(lambda x, own=own: own[: x.ndim], arrays[name])
-            for name, own in _AXES.items()
-        }
-        names |= {"cache": None if cache is None else _CACHED}
+        names: dict[str, Any] = {"cache": None if cache is None else _CACHED}
+        for name, own in _AXES.items():
+            # A decay of each head has no axis of features.
+            names[name] = jax.tree.map(lambda x, own=own: own[: x.ndim], arrays[name])
         run = partial(_recur, graph, self.head_dim, self.value_dim, self.precision)
-        heads = (self.num_heads, self.num_key_heads)
-        context, *last = by_rows_and_heads(run, arrays, names, (_AXES["decay"], *_CACHED), b, heads)
+        heads = self.num_heads, self.num_key_heads
+        outputs = _AXES["decay"], *_CACHED
+        context, *last = by_rows_and_heads(run, arrays, names, outputs, b, heads)
         context = self._gated(context, x)
         if cache is not None:
             cache = DeltaCache(*last, length=after)
+            # Numbers behind a cache that overflowed would be wrong, which is not to be missed.
             context = jnp.where(cache.invalid[:, None, None, None], jnp.nan, context)
         context = constrain(context, "batch", "tokens", "heads", None)
-        return self.out_proj(rearrange(context, "b t n v -> b t (n v)")), cache
+        joined = rearrange(context, "b t n v -> b t (n v)")
+        return self.out_proj(joined), cache
 
     def work(self, t: int, s: int) -> Work:
         """Return the operations of a call of `t` queries, whatever `s`; projections included."""
@@ -248,31 +254,37 @@ _AXES = {
     "starts": ("batch", None),
     "lengths": ("batch",),
 }
-_CACHED = (*(("batch", None, "heads"),) * 3, ("batch", "heads", None, None))  # last inputs, state
+# Last inputs, state.
+_CACHED = (*(("batch", None, "heads"),) * 3, ("batch", "heads", None, None))
 
 
 def _recur(
     graph: Any, head_dim: int, value_dim: int, precision: PrecisionLike, arrays: Any
 ) -> tuple[Array, ...]:
     """Return what the heads read, the last inputs of the three convolutions, and the state."""
-    convolutions, own = (
-        nnx.merge(graph, arrays["convolutions"]),
-        {name: arrays[name] for name in ("starts", "lengths")},
-    )
-    *before, state = (None,) * 4 if arrays["cache"] is None else arrays["cache"]
-    calls = zip(convolutions, arrays["inputs"], before, strict=True)
-    found = [convolution(x, inputs, **own) for convolution, x, inputs in calls]
-    query, key = (_unit(rearrange(y.output, "b t (k h) -> b t k h", h=head_dim)) for y in found[:2])
-    value = rearrange(found[2].output, "b t (n v) -> b t n v", v=value_dim)
-    tokens = query, key, value, arrays["decay"], arrays["beta"]
-    output, state = gated_delta_rule(*tokens, state=state, precision=precision, **own)
-    return output, *(y.state for y in found), state
+    convolutions = nnx.merge(graph, arrays["convolutions"])
+    options = {"starts": arrays["starts"], "lengths": arrays["lengths"]}
+    *before, state = arrays["cache"] or (None, None, None, None)
+    outputs = []
+    last = []
+    for convolution, x, inputs in zip(convolutions, arrays["inputs"], before, strict=True):
+        found = convolution(x, inputs, **options)
+        outputs.append(found.output)
+        last.append(found.state)
+    # By the width of a head: here a device has its own heads alone.
+    query = rearrange(outputs[0], "b t (k h) -> b t k h", h=head_dim)
+    key = rearrange(outputs[1], "b t (k h) -> b t k h", h=head_dim)
+    value = rearrange(outputs[2], "b t (n v) -> b t n v", v=value_dim)
+    tokens = _unit(query), _unit(key), value, arrays["decay"], arrays["beta"]
+    output, state = gated_delta_rule(*tokens, state=state, precision=precision, **options)
+    return output, *last, state
 
 
 def _unit(x: Array) -> Array:
     """Return `x / sqrt(sum(x^2) + 1e-6)` over the last axis."""
     y = _at_least_float32(x)
-    return (y * jax.lax.rsqrt(jnp.square(y).sum(axis=-1, keepdims=True) + 1e-6)).astype(x.dtype)
+    squares = jnp.square(y).sum(axis=-1, keepdims=True)
+    return (y * jax.lax.rsqrt(squares + 1e-6)).astype(x.dtype)
 
 
 def _at_least_float32(x: Array) -> Array:

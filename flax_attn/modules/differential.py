@@ -74,7 +74,8 @@ class DifferentialAttention(MultiHeadAttention):
         Ye et al. 2024 (arXiv:2410.05258).
     """
 
-    per_layer = ("lambda_init",)  # a number that the layers of a stack have of their own
+    # A number that the layers of a stack have of their own.
+    per_layer = ("lambda_init",)
 
     def __init__(
         self,
@@ -98,6 +99,7 @@ class DifferentialAttention(MultiHeadAttention):
         backend: str = "auto",
         rngs: nnx.Rngs | None = None,
     ):
+        # Before the parts are built, which would name another argument.
         _check_pairs(num_heads if num_kv_heads is None else num_kv_heads)
         super().__init__(
             *(d_in, d_out, context_length, dropout, num_heads, qkv_bias),
@@ -113,7 +115,8 @@ class DifferentialAttention(MultiHeadAttention):
             rngs=rngs,
         )
         self.lambda_init, self.eps = lambda_init, eps
-        draw, streams = normal(0.1), cast(nnx.Rngs, rngs)  # the projections need them too
+        # The projections need them too.
+        draw, streams = normal(0.1), cast(nnx.Rngs, rngs)
         shape = (self.head_dim,)
         drawn = [draw(next_key(streams.params), shape, param_dtype) for _ in range(4)]
         self.lambda_q1, self.lambda_k1, self.lambda_q2, self.lambda_k2 = (
@@ -138,16 +141,24 @@ class DifferentialAttention(MultiHeadAttention):
         )
         # Both halves of the heads have to be on one device.
         whole = split_as(heads, *range(heads.ndim - 2), None, heads.ndim - 1)
-        heads = heads if whole is None else jax.sharding.reshard(heads, whole)
+        if whole is not None:
+            heads = jax.sharding.reshard(heads, whole)
         first, second = rearrange(widened(heads), "... (two n) h -> two ... n h", two=2)
-        normed = rms_normed(first - self.difference().astype(first.dtype) * second, self.eps)
-        return ((1 - self._start(normed.dtype)) * normed).astype(heads.dtype), weights
+        factor = self.difference().astype(first.dtype)
+        # Each head by itself, as a group norm does: their scales differ after the subtraction.
+        difference = first - factor * second
+        normed = rms_normed(difference, self.eps)
+        # What the subtraction takes from the heads at the start of training.
+        scale = 1 - self._start(normed.dtype)
+        return (scale * normed).astype(heads.dtype), weights
 
     def _start(self, dtype: Dtype) -> Array:
-        return jnp.asarray(self.lambda_init, dtype)  # a number, or an array in a scan over layers
+        # A number, or an array in a scan over layers.
+        return jnp.asarray(self.lambda_init, dtype)
 
     def _widths(self, t: int, s: int) -> int:
-        return 3 * self.head_dim  # a value is that of two heads
+        # A value is that of two heads.
+        return 3 * self.head_dim
 
 
 def differential_lambda(layer: int) -> float:

@@ -46,7 +46,9 @@ class Dropout(nnx.Module):
             )
         self.rate = rate
         self.deterministic = False
-        self.stream = nnx.data(fork(rngs.dropout) if rngs is not None and rate > 0 else None)
+        # A stream of its own: layers that are added later change no numbers of this one.
+        stream = fork(rngs.dropout) if rngs is not None and rate > 0 else None
+        self.stream = nnx.data(stream)
 
     def keyed(self, dropout_key: Array | None = None) -> KeyedDropout | None:
         """Return the dropout of this call, or None where nothing is dropped."""
@@ -58,8 +60,9 @@ class Dropout(nnx.Module):
         dropout = self.keyed(dropout_key)
         if dropout is None:
             return x
-        b = x.shape[0] if x.ndim == 3 else 1
-        keep = keep_grid(arranged_dropout(dropout, x.shape[-2]), (b, 1, *x.shape[-2:])).reshape(
-            x.shape
-        )
-        return drop(x, keep, self.rate)
+        # The same places as of weights `(b, n, t, s)`: features stand for keys, and one head for n.
+        *batch, t, d = x.shape
+        b = batch[0] if batch else 1
+        dropout = arranged_dropout(dropout, t)
+        keep = keep_grid(dropout, (b, 1, t, d))
+        return drop(x, keep.reshape(x.shape), self.rate)

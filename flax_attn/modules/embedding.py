@@ -58,11 +58,13 @@ class Embedding(nnx.Module):
         check_positive(size=size, d_model=d_model)
         check_dtypes(dtype=dtype, param_dtype=param_dtype)
         self.dtype, self.precision = dtype, precision
+        self.dot_general = dot_general
         table = redrawn(normal())(next_key(rngs.params), (size, d_model), param_dtype)
         self.embedding = nnx.Param(table, **named(*axes))
 
     def __call__(self, ids: Integer[Array, "*shape"]) -> Float[Array, "*shape d"]:
         table = self.embedding[...]
+        # A float that is rounded down would look up a row without a word.
         check_ids(dtype_name(ids.dtype))
         ids = clipped(ids, table.shape[0])
         # XLA would gather more than the table is wide.
@@ -82,6 +84,6 @@ class Embedding(nnx.Module):
         table = self.embedding[...]
         dtype = jnp.result_type(x, table) if self.dtype is None else self.dtype
         contract_last = (((x.ndim - 1,), (1,)), ((), ()))
-        return dot_general(
+        return self.dot_general(
             x.astype(dtype), table.astype(dtype), contract_last, precision=self.precision
         )

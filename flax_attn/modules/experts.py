@@ -54,12 +54,13 @@ class ClampedSwiGLU(SwiGLUBounds, portable=True):
         self, gate: Float[Array, "*shape h"], up: Float[Array, "*shape h"]
     ) -> Float[Array, "*shape h"]:
         dtype = accumulation_dtype(gate.dtype)
-        low, high = jnp.asarray(-self.limit, dtype), jnp.asarray(self.limit, dtype)
-        bounded, other = (
-            jnp.minimum(gate.astype(dtype), high),
-            jnp.clip(up.astype(dtype), low, high),
-        )
-        return (bounded * jax.nn.sigmoid(self.alpha * bounded) * (other + 1)).astype(gate.dtype)
+        high = jnp.asarray(self.limit, dtype)
+        low = jnp.asarray(-self.limit, dtype)
+        bounded = jnp.minimum(gate.astype(dtype), high)
+        other = jnp.clip(up.astype(dtype), low, high)
+        swish = bounded * jax.nn.sigmoid(self.alpha * bounded)
+        gated = swish * (other + 1)
+        return gated.astype(gate.dtype)
 
 
 class _Linears(nnx.Module):
@@ -76,14 +77,18 @@ class _Linears(nnx.Module):
         param_dtype: Dtype,
         rngs: nnx.Rngs | None,
     ):
-        draw, rngs = redrawn(uniform(d_in)), check_rngs(rngs)
-        kernel = draw(next_key(rngs.params), (num_experts, d_in, d_out), param_dtype)
+        stream = check_rngs(rngs).params
+        draw = redrawn(uniform(d_in))
+        kernel = draw(next_key(stream), (num_experts, d_in, d_out), param_dtype)
         self.kernel = nnx.Param(kernel, **named("expert", *axes))
-        # Split over devices that split the batch too, a bias would have to be gathered for each
-        # sum.
-        of_bias = named("expert", None if axes[1] == "embed" else axes[1])
-        values = draw(next_key(rngs.params), (num_experts, d_out), param_dtype) if bias else None
-        self.bias = None if values is None else nnx.Param(values, **of_bias)
+        own = None
+        if bias:
+            # Split over devices that split the batch too, a bias would have to be gathered for each
+            # sum.
+            metadata = named("expert", None if axes[1] == "embed" else axes[1])
+            values = draw(next_key(stream), (num_experts, d_out), param_dtype)
+            own = nnx.Param(values, **metadata)
+        self.bias = own
 
 
 class Experts(nnx.Module):
@@ -155,6 +160,7 @@ class Experts(nnx.Module):
         numerics = {"param_dtype": param_dtype, "rngs": rngs}
         self.num_experts, self.d_model, self.form = num_experts, d_model, form
         self.activation = gated(activation)
+        self.grouped_product = grouped_product
         self.dtype, self.precision = dtype, precision
         self.W_gate = _Linears(
             num_experts, d_model, d_hidden, bias, ("embed", "hidden"), **numerics
@@ -166,20 +172,18 @@ class Experts(nnx.Module):
 
     def __call__(self, x: Float[Array, "*shape d"], routing: Routing) -> Float[Array, "*shape d"]:
         check_width("x", x, "d_model", self.d_model)
+        variables = {}
         layers = {"gate": self.W_gate, "up": self.W_up, "down": self.W_down}
-        variables = {name: layer.kernel for name, layer in layers.items()}
-        variables |= {
-            f"{name} bias": layer.bias for name, layer in layers.items() if layer.bias is not None
-        }
+        for name, layer in layers.items():
+            variables[name] = layer.kernel
+            if layer.bias is not None:
+                variables[f"{name} bias"] = layer.bias
         dtype = jnp.result_type(x, self.W_gate.kernel[...]) if self.dtype is None else self.dtype
-        form = (
-            self.form
-            if self.form != "auto"
-            else "dense"
-            if platform_of(x) == "cpu" and not tiled(x)
-            else "sorted"
-        )
-        compute = partial(_FORMS[form], self.activation, self.precision)
+        form = self.form
+        if form == "auto":
+            # On a CPU's mesh a grouped product multiplies every row with every matrix in any case.
+            form = "dense" if platform_of(x) == "cpu" and not tiled(x) else "sorted"
+        compute = partial(_FORMS[form], self.activation, self.grouped_product, self.precision)
         return on_mesh(
             compute,
             x.astype(dtype),
@@ -201,9 +205,8 @@ def gated(activation: str | Callable[[Array, Array], Array]) -> Callable[[Array,
         Array([0.], dtype=float32)
     """
     if not isinstance(activation, str):
-        check_type(
-            "activation", activation, Callable, 'activation="silu", or a function of gate and up'
-        )
+        remedy = 'activation="silu", or a function of gate and up'
+        check_type("activation", activation, Callable, remedy)
         return activation
     check_choice("activation", activation, tuple(ACTIVATIONS))
     return _Gated(ACTIVATIONS[activation])
@@ -219,46 +222,54 @@ class _Gated:
         return self.activation(gate) * up
 
 
-def _dense(activation, precision, x: Array, weights: Array, experts: Array, own: _Weights) -> Array:
+def _dense(
+    activation, grouped, precision, x: Array, weights: Array, experts: Array, own: _Weights
+) -> Array:
     """Return the sum over all experts here; those not chosen have weight 0."""
 
     def linear(name: str, form: str, x: Array) -> Array:
-        y = jnp.einsum(form, x, own[name], precision=precision)
+        y = einsum(form, x, own[name])
         bias = own.get(f"{name} bias")
         return y if bias is None else add(y, bias[:, None])
 
-    hidden = activation(linear("gate", "td,edh->eth", x), linear("up", "td,edh->eth", x))
+    einsum = partial(jnp.einsum, precision=precision)
+    gate = linear("gate", "td,edh->eth", x)
+    up = linear("up", "td,edh->eth", x)
+    hidden = activation(gate, up)
+    y = linear("down", "eth,ehd->etd", hidden)
+    # Experts of other devices have numbers outside, for which one-hot has no 1.
     chosen = jax.nn.one_hot(experts, len(own["gate"]), dtype=weights.dtype)
-    weights = jnp.einsum("tk,tke->te", weights, chosen, precision=precision)
-    return jnp.einsum(
-        "te,etd->td", weights, linear("down", "eth,ehd->etd", hidden), precision=precision
-    )
+    weights = einsum("tk,tke->te", weights, chosen)
+    return einsum("te,etd->td", weights, y)
 
 
 def _sorted(
-    activation, precision, x: Array, weights: Array, experts: Array, own: _Weights
+    activation, grouped, precision, x: Array, weights: Array, experts: Array, own: _Weights
 ) -> Array:
     """Return the sum over the experts here, each of which computes its own tokens."""
-    count, (t, k) = len(own["gate"]), experts.shape
+    count = len(own["gate"])
+    t, k = experts.shape
     here = (experts >= 0) & (experts < count)
     # The experts of other devices come last, in no group.
     flat = jnp.where(here, experts, count).reshape(-1)
     order = jnp.argsort(flat)
-    sizes, of_row = (
-        jnp.bincount(flat, length=count).astype(jnp.int32),
-        jnp.minimum(flat[order], count - 1),
-    )
+    sizes = jnp.bincount(flat, length=count).astype(jnp.int32)
+    of_row = jnp.minimum(flat[order], count - 1)
 
     def linear(name: str, x: Array) -> Array:
-        y = grouped_product(x, own[name], sizes, precision)
+        y = grouped(x, own[name], sizes, precision)
         bias = own.get(f"{name} bias")
         return y if bias is None else add(y, lookup(bias, of_row))
 
     rows = lookup(x, order // k)
-    rows = linear("down", activation(linear("gate", rows), linear("up", rows)))
+    hidden = activation(linear("gate", rows), linear("up", rows))
+    rows = linear("down", hidden)
+    back = jnp.argsort(order)
+    rows = rows.at[back].get(unique_indices=True)
     # Not einops: it divides by t, which may be 0.
-    rows = rows.at[jnp.argsort(order)].get(unique_indices=True).reshape(t, k, rows.shape[-1])
-    return jnp.einsum("tk,tkd->td", jnp.where(here, weights, 0), rows, precision=precision)
+    rows = rows.reshape(t, k, rows.shape[-1])
+    weights = jnp.where(here, weights, 0)
+    return jnp.einsum("tk,tkd->td", weights, rows, precision=precision)
 
 
 _FORMS = {"dense": _dense, "sorted": _sorted}

@@ -99,6 +99,7 @@ class FeedForward(nnx.Module):
 
     def __call__(self, x: Float[Array, "*shape d"]) -> Float[Array, "*shape d"]:
         check_width("x", x, "d_model", self.d_model)
+        # Indexed as in `nn.Sequential`, whose state dicts then load.
         first, activation, last = self.layers
         return last(activation(constrain(first(x), "batch", "tokens", "hidden")))
 

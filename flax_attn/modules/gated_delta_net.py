@@ -1,5 +1,6 @@
 """Gated DeltaNet: the delta rule with one decay a head."""
 
+from functools import partial
 from typing import Any
 
 from einops import rearrange
@@ -37,20 +38,20 @@ class GatedDeltaNet(DeltaAttention):
 
     def create_parts(self, **numerics: Any) -> None:
         """Create the projections to decays and gates."""
-        of_rate = {name: numerics[name] for name in ("param_dtype", "rngs")}
-        width, axes = self.num_heads * self.value_dim, ("embed", "heads")
-        self.W_decay = Linear(self.d_in, self.num_heads, False, axes=axes, **numerics)
-        self.W_gate = Linear(
-            self.d_in, width, False, axes=axes, unit=(1, self.value_dim), **numerics
-        )
-        self.rate = DecayRate(self.num_heads, **of_rate)
+        param_dtype, rngs = numerics["param_dtype"], numerics["rngs"]
+        n, v = self.num_heads, self.value_dim
+        to_heads = partial(Linear, bias=False, axes=("embed", "heads"), **numerics)
+        self.W_decay = to_heads(self.d_in, n)
+        # The gate of a head is on the device of the head.
+        self.W_gate = to_heads(self.d_in, n * v, unit=(1, v))
+        self.rate = DecayRate(n, param_dtype=param_dtype, rngs=rngs)
 
     def decay(self, x: Tokens) -> Float[Array, "b t n"]:
         """Return the logarithm of one decay for each head."""
+        # One decay a head: without its axis of features.
         return self.rate(self.W_decay(x))[..., 0]
 
     def gate(self, x: Tokens) -> Float[Array, "b t n v"]:
         """Return `silu(x W_gate)`."""
-        return ACTIVATIONS["silu"](
-            rearrange(self.W_gate(x), "b t (n v) -> b t n v", n=self.num_heads)
-        )
+        gate = rearrange(self.W_gate(x), "b t (n v) -> b t n v", n=self.num_heads)
+        return ACTIVATIONS["silu"](gate)

@@ -18,7 +18,8 @@ from flax_attn.functional.dtypes import accumulation_dtype
 from flax_attn.native import grouped as native
 from flax_attn.sharding.axes import mesh_of
 
-_LARGEST = 128  # rows of a tile; more are no quicker
+# Rows of a tile; more are no quicker.
+_LARGEST = 128
 
 
 def grouped_product(
@@ -45,11 +46,24 @@ def grouped_product(
         >>> grouped_product(rows, matrices, jnp.array([1, 2])).tolist()
         [[0.0, 1.0], [20.0, 30.0], [40.0, 50.0]]
     """
-    if not tiled(rows):
-        return lax.ragged_dot(rows, matrices, sizes, precision=precision)
-    if native.takes(rows, matrices, precision):
+    if tiled(rows) and native.takes(rows, matrices, precision):
         return native.grouped(rows, matrices, sizes)
-    return _product(precision, rows, matrices, sizes)
+    return grouped_product_of_xla(rows, matrices, sizes, precision)
+
+
+def grouped_product_of_xla(
+    rows: Array, matrices: Array, sizes: Array, precision: PrecisionLike = None
+) -> Array:
+    """Return `grouped_product` without the library: XLA computes every product.
+
+    Example:
+        >>> rows, matrices = jnp.ones((3, 2)), jnp.stack([jnp.eye(2), 10 * jnp.eye(2)])
+        >>> grouped_product_of_xla(rows, matrices, jnp.array([1, 2])).tolist()
+        [[1.0, 1.0], [10.0, 10.0], [10.0, 10.0]]
+    """
+    if tiled(rows):
+        return _product(precision, rows, matrices, sizes)
+    return lax.ragged_dot(rows, matrices, sizes, precision=precision)
 
 
 def tiled(rows: Array) -> bool:
@@ -73,6 +87,7 @@ def _backward(precision: PrecisionLike, saved, cotangent: Array):
     def transposed(tile: Array, matrix: Array) -> Array:
         return jnp.matmul(tile, matrix.T, precision=precision)
 
+    # Rows and cotangents are grouped alike: the same loop, with each matrix transposed.
     of_rows = _by_tiles(cotangent, matrices, sizes, transposed)
     return of_rows, _outer(rows, cotangent, sizes, precision), None
 
@@ -84,35 +99,51 @@ def _by_tiles(rows: Array, matrices: Array, sizes: Array, multiply) -> Array:
     """Return `multiply` of each tile and the matrix of its group."""
     tile, starts, _, groups, number = _tiles(len(rows), sizes)
     padded = jnp.pad(rows, ((0, tile), (0, 0)))
+    # The width of the result, whichever way the matrix is multiplied.
     width = jax.eval_shape(multiply, padded[:1], matrices[0]).shape[-1]
 
     def step(i, product):
-        own = multiply(lax.dynamic_slice_in_dim(padded, starts[i], tile), matrices[groups[i]])
+        start = starts[i]
+        own = lax.dynamic_slice_in_dim(padded, start, tile)
+        own = multiply(own, matrices[groups[i]])
         # Rows of the group behind are written too, and by its own tile after.
-        return lax.dynamic_update_slice_in_dim(product, own, starts[i], 0)
+        return lax.dynamic_update_slice_in_dim(product, own, start, 0)
 
-    product = lax.fori_loop(0, number, step, jnp.zeros((len(padded), width), rows.dtype))[
-        : len(rows)
-    ]
-    real = jnp.arange(len(rows), dtype=sizes.dtype)[:, None] < sizes.sum(dtype=sizes.dtype)
-    return jnp.where(real, product, 0)
+    zeros = jnp.zeros((len(padded), width), rows.dtype)
+    product = lax.fori_loop(0, number, step, zeros)
+    # Rows behind the last group were written by its tile, too.
+    real = _first(len(rows), sizes.sum(dtype=sizes.dtype))
+    return jnp.where(real, product[: len(rows)], 0)
+
+
+def _first(m: int, count: Array) -> Array:
+    """Return `(m, 1)`: True for the first `count` rows."""
+    return jnp.arange(m, dtype=count.dtype)[:, None] < count
 
 
 def _outer(rows: Array, cotangent: Array, sizes: Array, precision: PrecisionLike) -> Array:
     """Return the gradient of the matrices: the sum over the rows of each group."""
     tile, starts, counts, groups, number = _tiles(len(rows), sizes)
-    left, right = (jnp.pad(x, ((0, tile), (0, 0))) for x in (rows, cotangent))
+    # The last tile may reach beyond the rows, where a slice would be moved back into them.
+    behind = (0, tile), (0, 0)
+    left, right = jnp.pad(rows, behind), jnp.pad(cotangent, behind)
+    # In float32 for lower dtypes: each tile adds to the sums of its group.
+    dtype = accumulation_dtype(rows.dtype)
 
     def step(i, sums):
-        ours, theirs = (lax.dynamic_slice_in_dim(x, starts[i], tile) for x in (left, right))
-        real = jnp.arange(tile, dtype=sizes.dtype)[:, None] < counts[i]
-        ours, theirs = jnp.where(real, ours, 0), jnp.where(real, theirs, 0)
-        options = {"precision": precision, "preferred_element_type": sums.dtype}
-        return sums.at[groups[i]].add(jnp.matmul(ours.T, theirs, **options))
+        start = starts[i]
+        ours = lax.dynamic_slice_in_dim(left, start, tile)
+        theirs = lax.dynamic_slice_in_dim(right, start, tile)
+        # Behind the last row of a group its tile has rows of the next.
+        real = _first(tile, counts[i])
+        ours = jnp.where(real, ours, 0).T
+        theirs = jnp.where(real, theirs, 0)
+        product = jnp.matmul(ours, theirs, precision=precision, preferred_element_type=dtype)
+        return sums.at[groups[i]].add(product)
 
-    shape = len(sizes), rows.shape[-1], cotangent.shape[-1]
-    zeros = jnp.zeros(shape, accumulation_dtype(rows.dtype))
-    return lax.fori_loop(0, number, step, zeros).astype(rows.dtype)
+    zeros = jnp.zeros((len(sizes), rows.shape[-1], cotangent.shape[-1]), dtype)
+    sums = lax.fori_loop(0, number, step, zeros)
+    return sums.astype(rows.dtype)
 
 
 def _tiles(m: int, sizes: Array) -> tuple[int, Array, Array, Array, Array]:
@@ -120,11 +151,18 @@ def _tiles(m: int, sizes: Array) -> tuple[int, Array, Array, Array, Array]:
 
     A tile has about as many rows as a group.
     """
-    count = len(sizes)
-    tile = min(_LARGEST, 1 << max(0, (m // count).bit_length() - 1))
-    of_group = -(-sizes // tile)
-    ends, behind = (jnp.cumsum(x, dtype=sizes.dtype) for x in (of_group, sizes))
-    i = jnp.arange(m // tile + count, dtype=sizes.dtype)
-    groups = jnp.minimum(jnp.searchsorted(ends, i, side="right").astype(sizes.dtype), count - 1)
-    first = (i - (ends - of_group)[groups]) * tile
-    return tile, (behind - sizes)[groups] + first, sizes[groups] - first, groups, ends[-1]
+    dtype, count = sizes.dtype, len(sizes)
+    # The power of 2 at or below the rows of a group, which are known on average alone.
+    log = max(0, (m // count).bit_length() - 1)
+    tile = min(_LARGEST, 1 << log)
+    tiles = -(-sizes // tile)
+    ends = jnp.cumsum(tiles, dtype=dtype)
+    ends_of_rows = jnp.cumsum(sizes, dtype=dtype)
+    # As many as there can be: each group but one may end in a tile that is not full.
+    i = jnp.arange(m // tile + count, dtype=dtype)
+    groups = jnp.searchsorted(ends, i, side="right").astype(dtype)
+    groups = jnp.minimum(groups, count - 1)
+    first_tile = ends - tiles
+    first_row = ends_of_rows - sizes
+    within = (i - first_tile[groups]) * tile
+    return tile, first_row[groups] + within, sizes[groups] - within, groups, ends[-1]

@@ -91,40 +91,49 @@ class HeadAttention(Attention):
             cache.check_heads(query.shape[:-2], *self._cached)
             check_cache_window(cache.window, self.window)
         t = query.shape[-2]
-        query_positions = jnp.arange(t) if cache is None else cache.positions(t, lengths)
-        arrived = arranged(query_positions) if cache is None else query_positions
+        if cache is None:
+            query_positions = jnp.arange(t)
+            # On a mesh tokens may arrive in zigzag order.
+            arrived = arranged(query_positions)
+        else:
+            arrived = query_positions = cache.positions(t, lengths)
         q, k, v = self._project(*inputs, arrived if positions is None else positions)
         mask = self._mask(mask)
-        if cache is None:
-            key_positions = jnp.arange(k.shape[-3])
-            mask = mask if lengths is None else mask & Mask.lengths(query=lengths, key=lengths)
-        else:
+        if cache is not None:
             k, v, mask, key_positions, cache = cache.extend(k, v, mask, lengths)
             cache = _divided(cache)
+        else:
+            key_positions = jnp.arange(k.shape[-3])
+            if lengths is not None:
+                mask &= Mask.lengths(query=lengths, key=lengths)
         # The bias has the keys in their own order, as a mask has.
-        bias = bias(arrived, key_positions) if callable(bias) else bias
-        score, dropout = (
-            placed_score(self.scores, query_positions, key_positions),
-            self.dropout.keyed(dropout_key),
-        )
+        if callable(bias):
+            bias = bias(arrived, key_positions)
+        score = placed_score(self.scores, query_positions, key_positions)
+        dropout = self.dropout.keyed(dropout_key)
         options = {"score": score, "dropout": dropout, "return_weights": return_weights}
         context, weights = self._attend(q, k, v, bias, mask, **options)
+        # What was computed for a row that got impossible lengths is wrong.
         if cache is not None:
             context = jnp.where(cache.invalid[..., None, None, None], jnp.nan, context)
         context = constrain(context, "batch", "tokens", "heads", None)
         if self.W_gate is not None:
             context = gate_heads(self.W_gate(query), context)
-        output = checkpoint_name(
-            self.out_proj(rearrange(context, "... t n h -> ... t (n h)")), "output"
-        )
+        joined = rearrange(context, "... t n h -> ... t (n h)")
+        # The name is for `jax.checkpoint`, which may keep this and compute the rest again.
+        output = checkpoint_name(self.out_proj(joined), "output")
         return Outputs(output, weights, cache)
 
     def _attend(
         self, q: Array, k: Array, v: Array, *others: Any, return_weights: bool, **options: Any
     ) -> tuple[Array, Array | None]:
+        scale = self.scores.scale
+        if scale is None:
+            # Not left to the call: a latent layer attends to keys that are wider than a head.
+            scale = self.head_dim**-0.5
         found = attend(
             *(q, k, v, *others),
-            scale=self.head_dim**-0.5 if self.scores.scale is None else self.scores.scale,
+            scale=scale,
             soft_cap=self.scores.soft_cap,
             sinks=None if self.sinks is None else self.sinks[...],
             precision=self.precision,
@@ -143,11 +152,11 @@ class HeadAttention(Attention):
         if self.window is None:
             check_capacity(capacity, self.context_length)
         *sizes, value_dim = self._cached
-        own = layer.kernel.dtype if layer.dtype is None else layer.dtype
-        numerics = {"dtype": own if dtype is None else dtype}
-        return _divided(
-            KVCache.zeros(b, capacity, *sizes, value_dim=value_dim, window=self.window, **numerics)
-        )
+        if dtype is None:
+            dtype = layer.kernel.dtype if layer.dtype is None else layer.dtype
+        options = {"value_dim": value_dim, "window": self.window, "dtype": dtype}
+        cache = KVCache.zeros(b, capacity, *sizes, **options)
+        return _divided(cache)
 
     def work(self, t: int, s: int) -> Work:
         """Return the operations of a call of `t` queries and `s` keys, its projections included."""

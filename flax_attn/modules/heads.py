@@ -31,11 +31,11 @@ def norm_heads(norm: Norm | None, x: Float[Array, "*b t n h"]) -> Float[Array, "
     """
     if norm is None:
         return x
+    # By the width, as OLMo 2 has one norm over all heads where Qwen 3 has one over each.
     if getattr(norm, "d_model", None) == x.shape[-1]:
         return norm(x)
-    return rearrange(
-        norm(rearrange(x, "... n h -> ... (n h)")), "... (n h) -> ... n h", n=x.shape[-2]
-    )
+    joined = rearrange(x, "... n h -> ... (n h)")
+    return rearrange(norm(joined), "... (n h) -> ... n h", n=x.shape[-2])
 
 
 def gate_heads(

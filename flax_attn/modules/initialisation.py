@@ -71,14 +71,17 @@ def drawn_once(model: nnx.Module) -> Iterator[None]:
         >>> bool((model.layer.kernel[...] == Linear(2, 3, rngs=nnx.Rngs(0)).kernel[...]).all())
         True
     """
+    # A context variable, so that other threads build their models as always.
     token = _draws_later.set(True)
     try:
         yield
     finally:
         _draws_later.reset(token)
     for _, param in nnx.iter_graph(model):
-        if isinstance(param, nnx.Param) and isinstance(param.get_value(), _Undrawn):
-            param.set_value(param.get_value().draw())
+        value = param.get_value() if isinstance(param, nnx.Param) else None
+        if isinstance(value, _Undrawn):
+            drawn = value.draw()
+            param.set_value(drawn)
 
 
 def redrawn(init: Initializer) -> Initializer:
@@ -87,6 +90,7 @@ def redrawn(init: Initializer) -> Initializer:
     def later(key: Array, shape: tuple[int, ...], dtype: Dtype) -> Any:
         if not _draws_later.get():
             return init(key, shape, dtype)
+        # As JAX would make it: float64 is float32 unless it is enabled.
         own = jax.dtypes.canonicalize_dtype(dtype)
         return _Undrawn(partial(init, key, shape, dtype), shape, own)
 
@@ -95,6 +99,7 @@ def redrawn(init: Initializer) -> Initializer:
 
 def check_rngs(rngs: nnx.Rngs | None) -> nnx.Rngs:
     """Return the streams that parameters are drawn from; raise if they are missing."""
+    # Checked before a layer makes anything: Flax's own error names no remedy.
     if not isinstance(rngs, nnx.Rngs) or not ("params" in rngs or "default" in rngs):
         raise ValueError(
             "rngs is missing: the parameters are drawn from its stream 'params'; got"
@@ -122,12 +127,15 @@ def next_key(stream: nnx.RngStream) -> Array:
         >>> bool(next_key(one.params) == other.params()), int(one.default.count[...])
         (True, 1)
     """
-    key, count = stream.key[...], stream.count[...]
+    key = stream.key[...]
+    count = stream.count[...]
+    # A subclass, or a stream with an axis of vmapped layers, may draw in another way.
     known = type(stream) is nnx.RngStream and may_read(key) and may_read(count)
     if not (known and is_threefry(key)):
         return stream()
     number = int(count)
-    stream.count[...] = beside(count, np.array((number + 1) % 2**32, np.uint32))
+    following = np.array((number + 1) % 2**32, np.uint32)
+    stream.count[...] = beside(count, following)
     return fold_in(key, number)
 
 
@@ -138,6 +146,7 @@ def fork(stream: nnx.RngStream) -> nnx.RngStream:
         >>> int(fork(nnx.Rngs(0).dropout).count[...])
         0
     """
+    # The tag stays: filters of Flax find streams by it.
     return type(stream)(next_key(stream), tag=stream.tag)
 
 
@@ -175,9 +184,11 @@ def normal(std: float = 1.0) -> Initializer:
 
 def _scaled(scale: float, normal: bool) -> Initializer:
     def init(key: Array, shape: tuple[int, ...], dtype: Dtype) -> Array:
-        if can_draw(key, int(np.prod(shape)), dtype):
+        size = int(np.prod(shape))
+        if can_draw(key, size, dtype):
             return draw(key, shape, dtype, scale, normal)
         if normal:
+            # Under a transform or on a mesh, where the program is compiled in any case.
             return scale * jax.random.normal(key, shape, dtype)
         # Exact before it is scaled: what compilers fuse does not change the result.
         return scale * jax.random.uniform(key, shape, dtype, -1.0, 1.0)

@@ -1,5 +1,6 @@
 """Kimi Delta Attention: the delta rule with a decay for each feature of a key."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -38,22 +39,27 @@ class KimiDeltaAttention(DeltaAttention):
 
     def create_parts(self, **numerics: Any) -> None:
         """Create the projections to decays and gates."""
-        of_rate = {name: numerics[name] for name in ("param_dtype", "rngs")}
+        param_dtype, rngs = numerics["param_dtype"], numerics["rngs"]
         n, h, v = self.num_heads, self.head_dim, self.value_dim
-        down, up = ("embed", None), (None, "heads")
-        self.W_decay_down = Linear(self.d_in, h, False, axes=down, **numerics)
-        self.W_decay_up = Linear(h, n * h, False, axes=up, unit=(1, h), **numerics)
-        self.W_gate_down = Linear(self.d_in, v, False, axes=down, **numerics)
-        self.W_gate_up = Linear(v, n * v, False, axes=up, unit=(1, v), **numerics)
-        self.rate = DecayRate(n, h, **of_rate)
+        # The narrow middle is whole on every device: it is no wider than a head.
+        down = partial(Linear, bias=False, axes=("embed", None), **numerics)
+        up = partial(Linear, bias=False, axes=(None, "heads"), **numerics)
+        self.W_decay_down = down(self.d_in, h)
+        self.W_decay_up = up(h, n * h, unit=(1, h))
+        self.W_gate_down = down(self.d_in, v)
+        self.W_gate_up = up(v, n * v, unit=(1, v))
+        self.rate = DecayRate(n, h, param_dtype=param_dtype, rngs=rngs)
 
     def decay(self, x: Tokens) -> Float[Array, "b t n h"]:
         """Return the logarithm of one decay for each feature of a key."""
+        # Of low rank, as a full matrix for a decay of each feature would be as large as a
+        # projection.
         return self.rate(self.W_decay_up(self.W_decay_down(x)))
 
     def gate(self, x: Tokens) -> Float[Array, "b t n v"]:
         """Return `sigmoid(x W_gate_down W_gate_up)`."""
-        gate = rearrange(
-            self.W_gate_up(self.W_gate_down(x)), "b t (n v) -> b t n v", n=self.num_heads
-        )
-        return jax.nn.sigmoid(gate.astype(accumulation_dtype(gate.dtype))).astype(gate.dtype)
+        gate = self.W_gate_up(self.W_gate_down(x))
+        gate = rearrange(gate, "b t (n v) -> b t n v", n=self.num_heads)
+        # As PyTorch does: the formula of a lower dtype rounds after each of its steps.
+        wide = gate.astype(accumulation_dtype(gate.dtype))
+        return jax.nn.sigmoid(wide).astype(gate.dtype)

@@ -139,6 +139,7 @@ class MultiHeadLatentAttention(HeadAttention):
         backend: str = "auto",
         rngs: nnx.Rngs | None = None,
     ):
+        # Checked together, so that an error names them all.
         widths = {
             "qk_nope_head_dim": qk_nope_head_dim,
             "qk_rope_head_dim": qk_rope_head_dim,
@@ -153,11 +154,14 @@ class MultiHeadLatentAttention(HeadAttention):
         check_backend(backend)
         check_type("rope", rope, RoPE | None, "rope=RoPE(interleaved=True), or None")
         check_type("scores", scores, Scores, "scores=Scores(soft_cap=50.0)")
+        # It rotates the last features alone, which are not absorbed in a matrix.
         if rope is not None:
             rope.check_head_dim(qk_rope_head_dim)
+        # Norms of latents, not of heads: their width is the rank.
         check_latent_norm("q_norm", q_norm, q_lora_rank)
         check_latent_norm("kv_norm", kv_norm, kv_lora_rank)
         self.d_in, self.d_out, self.num_heads = d_in, d_out, num_heads
+        # What the scale follows from: a query has both parts.
         self.head_dim = qk_nope_head_dim + qk_rope_head_dim
         self.kv_lora_rank, self.qk_nope_head_dim = kv_lora_rank, qk_nope_head_dim
         self.qk_rope_head_dim = qk_rope_head_dim
@@ -233,6 +237,7 @@ class MultiHeadLatentAttention(HeadAttention):
         return 1, self.kv_lora_rank + self.qk_rope_head_dim, 0
 
     def _project(self, query: Array, positions: ArrayLike) -> tuple[Array, Array, Array]:
+        # Latents are the keys; values are made from them, and have no features of their own.
         latents = self._latents(query, positions)
         return self._queries(query, positions), latents, latents[..., :0]
 
@@ -240,29 +245,42 @@ class MultiHeadLatentAttention(HeadAttention):
         self, q: Array, k: Array, v: Array, *others: Any, **options: Any
     ) -> tuple[Array, Array | None]:
         # With a cache, the plain form would compute keys for all tokens that it can hold.
-        if not self._absorbs(q.shape[-3], k.shape[-3]):
-            return super()._attend(q, *self._keys_and_values(k), *others, **options)
+        t, s = q.shape[-3], k.shape[-3]
+        if not self._absorbs(t, s):
+            k, v = self._keys_and_values(k)
+            return super()._attend(q, k, v, *others, **options)
+        # The latents are keys and values of one head, which all query heads read.
+        absorption = self._absorption
         latent = k[..., : self.kv_lora_rank]
-        context, weights = super()._attend(self._absorption.query(q), k, latent, *others, **options)
-        return self._absorption.values(context), weights
+        q = absorption.query(q)
+        context, weights = super()._attend(q, k, latent, *others, **options)
+        return absorption.values(context), weights
 
     def _queries(self, x: Array, positions: ArrayLike) -> Array:
         """Return the queries `(b, t, n, h)`, their last features rotated."""
-        x = x if self.W_query_down is None else self.W_query_down(x)
-        x = x if self.q_norm is None else self.q_norm(x)
+        if self.W_query_down is not None:
+            x = self.W_query_down(x)
+        if self.q_norm is not None:
+            x = self.q_norm(x)
         to_heads: Linear = self.W_query or self.W_query_up  # pyright: ignore[reportAssignmentType]
         q = rearrange(to_heads(x), "... t (n h) -> ... t n h", n=self.num_heads)
         q = constrain(q, "batch", "tokens", "heads", None)
-        plain, rotated = q[..., : self.qk_nope_head_dim], q[..., self.qk_nope_head_dim :]
-        rotated = rotated if self.rope is None else self.rope(rotated, positions)
+        width = self.qk_nope_head_dim
+        plain, rotated = q[..., :width], q[..., width:]
+        if self.rope is not None:
+            rotated = self.rope(rotated, positions)
         return jnp.concatenate([plain, rotated], axis=-1)
 
     def _latents(self, x: Array, positions: ArrayLike) -> Array:
         """Return what is cached of tokens, `(b, t, 1, kv_lora_rank + qk_rope_head_dim)`."""
         both = self.W_latent(x)
-        latent, rotated = both[..., : self.kv_lora_rank], both[..., None, self.kv_lora_rank :]
-        latent = latent if self.kv_norm is None else self.kv_norm(latent)
-        rotated = rotated if self.rope is None else self.rope(rotated, positions)
+        latent = both[..., : self.kv_lora_rank]
+        # One head: all query heads share the rotated features, and the cache has an axis of heads.
+        rotated = both[..., None, self.kv_lora_rank :]
+        if self.kv_norm is not None:
+            latent = self.kv_norm(latent)
+        if self.rope is not None:
+            rotated = self.rope(rotated, positions)
         return jnp.concatenate([latent[..., None, :], rotated], axis=-1)
 
     @property
@@ -272,11 +290,17 @@ class MultiHeadLatentAttention(HeadAttention):
 
     def _keys_and_values(self, latents: Array) -> tuple[Array, Array]:
         """Return keys and values of all heads."""
-        latent, rotated = latents[..., 0, : self.kv_lora_rank], latents[..., self.kv_lora_rank :]
-        both = rearrange(self.W_key_value(latent), "... s (n h) -> ... s n h", n=self.num_heads)
+        latent = latents[..., 0, : self.kv_lora_rank]
+        rotated = latents[..., self.kv_lora_rank :]
+        # Keys and values of all heads come from one matrix, as in the paper.
+        both = self.W_key_value(latent)
+        both = rearrange(both, "... s (n h) -> ... s n h", n=self.num_heads)
         both = constrain(both, "batch", "tokens", "heads", None)
-        k, v = both[..., : self.qk_nope_head_dim], both[..., self.qk_nope_head_dim :]
-        rotated = spread(rotated, (*k.shape[:-1], self.qk_rope_head_dim)).astype(rotated.dtype)
+        width = self.qk_nope_head_dim
+        k, v = both[..., :width], both[..., width:]
+        # `spread` sums the gradient over the heads in float32, and returns that dtype.
+        of_heads = *k.shape[:-1], self.qk_rope_head_dim
+        rotated = spread(rotated, of_heads).astype(rotated.dtype)
         rotated = constrain(rotated, "batch", "tokens", "heads", None)
         return jnp.concatenate([k, rotated], axis=-1), v
 

@@ -48,9 +48,11 @@ class LayerScale(nnx.Module):
         check_positive(d_model=d_model)
         check_dtypes(dtype=dtype, param_dtype=param_dtype)
         self.d_model, self.dtype = d_model, dtype
+        # It starts small where a model is deep: each layer then adds little at first.
         self.scale = nnx.Param(filled(d_model, initial, param_dtype), **named(None))
 
     def __call__(self, x: Float[Array, "*shape d"]) -> Float[Array, "*shape d"]:
+        # Another width of 1 would broadcast.
         check_width("x", x, "d_model", self.d_model)
         dtype = jnp.result_type(x, self.scale[...]) if self.dtype is None else self.dtype
         scale = spread(self.scale[...].astype(dtype), x.shape)

@@ -13,7 +13,7 @@ from flax_attn.backends.platform import platform_of
 from flax_attn.functional.dtypes import accumulation_dtype
 from flax_attn.functional.parameter_sums import spread
 from flax_attn.modules.initialisation import check_dtypes, check_rngs, for_flax, redrawn, uniform
-from flax_attn.modules.matrix_product import dot_general, unrounded
+from flax_attn.modules.matrix_product import PRODUCTS, dot_general, unrounded
 from flax_attn.sharding.parameters import named
 
 
@@ -85,18 +85,23 @@ class Linear(nnx.Linear):
 
     def __call__(self, inputs: Array, out_sharding: Any = None) -> Array:
         bias = None if self.bias is None else self.bias[...]
-        x, kernel, bias = self.promote_dtype((inputs, self.kernel[...], bias), dtype=self.dtype)
+        operands = inputs, self.kernel[...], bias
+        x, kernel, bias = self.promote_dtype(operands, dtype=self.dtype)
         # What somebody has set to a product of their own, or asked to be of a dtype, stays that.
-        own = self.dot_general is not dot_general or self.preferred_element_type is not None
+        own = self.dot_general not in PRODUCTS or self.preferred_element_type is not None
         if bias is None or own or accumulation_dtype(x.dtype) == x.dtype:
             return super().__call__(inputs, out_sharding)
-        contract = ((x.ndim - 1,), (0,)), ((), ())
-        options = {"precision": self.precision, "out_sharding": out_sharding}
-        multiply = partial(dot_general, dimension_numbers=contract, **options)
+        multiply = partial(
+            self.dot_general,
+            dimension_numbers=(((x.ndim - 1,), (0,)), ((), ())),
+            precision=self.precision,
+            out_sharding=out_sharding,
+        )
+        # On GPUs the bias is added in the kernel of the product. XLA adds no float32 there: it
+        # would be a kernel more, and three times the memory.
         if platform_of(x) == "gpu":
-            # Added in the kernel of the product. XLA adds no float32 there: it would be a kernel
-            # more, and three times the memory.
             product = multiply(x, kernel)
             return product + spread(bias, product.shape).astype(x.dtype)
         product = unrounded(multiply, x, kernel)
-        return (product + spread(bias, product.shape)).astype(x.dtype)
+        product += spread(bias, product.shape)
+        return product.astype(x.dtype)

@@ -40,8 +40,10 @@ class LocalAttention(MultiHeadAttention):
 
     def __init__(self, *sizes: Any, reach: int, **options: Any):
         check_positive(reach=reach)
+        # The window decides alone: a causal mask would hide all that is behind a token.
         super().__init__(*sizes, causal=False, **options)
         self.reach = reach
 
     def _mask(self, mask: Mask | Array | None) -> Mask:
+        # One mask for all layers: structure that kernels skip hidden blocks by.
         return Mask.window(self.reach, self.reach) & as_mask(mask)

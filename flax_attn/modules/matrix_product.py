@@ -18,7 +18,8 @@ from flax_attn.native import product as native
 from flax_attn.sharding.axes import mesh_of
 from flax_attn.sharding.products import sharded_dot_general
 
-_PARTS = 16  # that the product of a single token is summed up from
+# Parts that the product of a single token is summed up from.
+_PARTS = 16
 
 
 def dot_general(x: Array, matrix: Array, dimension_numbers: Any, **options: Any) -> Array:
@@ -42,26 +43,51 @@ def dot_general(x: Array, matrix: Array, dimension_numbers: Any, **options: Any)
         >>> dot_general(jnp.ones((2, 5, 3)), jnp.ones((3, 4)), (((2,), (0,)), ((), ()))).shape
         (2, 5, 4)
     """
+    return _multiply(native.takes, x, matrix, dimension_numbers, **options)
+
+
+def dot_general_of_xla(x: Array, matrix: Array, dimension_numbers: Any, **options: Any) -> Array:
+    """Return `dot_general` without the library: XLA computes every product.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> numbers = (((1,), (0,)), ((), ()))
+        >>> dot_general_of_xla(jnp.ones((5, 3)), jnp.ones((3, 4)), numbers).shape
+        (5, 4)
+    """
+    return _multiply(lambda *factors, **options: False, x, matrix, dimension_numbers, **options)
+
+
+# What `set_backend` exchanges for one another.
+PRODUCTS = (dot_general, dot_general_of_xla)
+
+
+def _multiply(
+    takes: Callable[..., bool], x: Array, matrix: Array, dimension_numbers: Any, **options: Any
+) -> Array:
     if not mesh_of(x, matrix).empty:
         return sharded_dot_general(x, matrix, dimension_numbers, **options)
     if platform_of(x) != "cpu":
         return jax.lax.dot_general(x, matrix, dimension_numbers, **options)
-    ((_, contracted), batch), d = dimension_numbers, x.shape[-1]
+    (_, contracted), batch = dimension_numbers
+    *shape, d = x.shape
     tokens = x.reshape(-1, d)
-    takes = native.takes(tokens, matrix, **options)
-    single = tokens.shape[0] == 1 and contracted == (0,)
+    # In a lower dtype each part would be rounded before they are summed.
+    single = len(tokens) == 1 and contracted == (0,)
     divisible = single and d % _PARTS == 0 and accumulation_dtype(x.dtype) == x.dtype
-    if takes and not (divisible and is_amd()):
+    if takes(tokens, matrix, **options) and not (divisible and is_amd()):
         product = native.product(tokens, matrix, *contracted, **options)
     elif divisible:
+        parts = tokens.reshape(_PARTS, 1, -1)
         rows = matrix.reshape(_PARTS, d // _PARTS, -1)
-        parts = jax.lax.dot_general(
-            tokens.reshape(_PARTS, 1, -1), rows, (((2,), (1,)), ((0,), (0,))), **options
-        )
-        product = parts.sum(axis=0)
+        by_part = ((2,), (1,)), ((0,), (0,))
+        products = jax.lax.dot_general(parts, rows, by_part, **options)
+        product = products.sum(axis=0)
     else:
-        product = jax.lax.dot_general(tokens, matrix, (((1,), contracted), batch), **options)
-    return product.reshape(*x.shape[:-1], *product.shape[1:])
+        joined = ((1,), contracted), batch
+        product = jax.lax.dot_general(tokens, matrix, joined, **options)
+    _, *width = product.shape
+    return product.reshape(*shape, *width)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -87,11 +113,14 @@ def unrounded(multiply: Callable[..., Array], x: Array, matrix: Array) -> Array:
 
 @partial(unrounded.defjvp, symbolic_zeros=True)
 def _change(multiply: Callable[..., Array], primals: Any, changes: Any):
-    (x, matrix), (dx, d_matrix) = primals, changes
+    x, matrix = primals
+    dx, d_matrix = changes
     product = unrounded(multiply, x, matrix)
-    moved = []
-    for factor, pair in ((dx, (dx, matrix)), (d_matrix, (x, d_matrix))):
-        # Images are no function of a parameter: without this their change, zeros, is multiplied.
-        if not isinstance(factor, SymbolicZero):
-            moved.append(multiply(*pair))
-    return product, sum(moved[1:], moved[0]).astype(product.dtype)
+    # Images are no function of a parameter: without this their change, zeros, is multiplied.
+    if isinstance(dx, SymbolicZero):
+        moved = multiply(x, d_matrix)
+    elif isinstance(d_matrix, SymbolicZero):
+        moved = multiply(dx, matrix)
+    else:
+        moved = multiply(dx, matrix) + multiply(x, d_matrix)
+    return product, moved.astype(product.dtype)

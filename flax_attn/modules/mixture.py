@@ -60,15 +60,19 @@ class MixtureOfExperts(nnx.Module):
         shared: Callable[[Array], Array] | None = None,
         shared_gate: Callable[[Array], Array] | None = None,
     ):
+        # Both by class: the loss reads what a `Router` returns, and a mesh splits `Experts`.
         check_type("router", router, Router, "router=Router(...)")
         check_type("experts", experts, Experts, "experts=Experts(...)")
-        sizes = (router.num_experts, router.d_model), (experts.num_experts, experts.d_model)
-        check_experts(
-            *sizes, getattr(shared, "d_model", None), shared is None and shared_gate is not None
-        )
+        of_router = router.num_experts, router.d_model
+        of_experts = experts.num_experts, experts.d_model
+        of_shared = getattr(shared, "d_model", None)
+        gate_alone = shared is None and shared_gate is not None
+        check_experts(of_router, of_experts, of_shared, gate_alone)
         self.d_model = router.d_model
-        self.router, self.experts = router, experts
-        self.shared, self.shared_gate = shared, shared_gate
+        self.router = router
+        self.experts = experts
+        self.shared = shared
+        self.shared_gate = shared_gate
 
     def __call__(self, x: Float[Array, "*shape d"]) -> Float[Array, "*shape d"]:
         y = self.experts(x, self.router(x))
@@ -76,8 +80,10 @@ class MixtureOfExperts(nnx.Module):
             return y
         shared = self.shared(x)
         if self.shared_gate is not None:
-            gate = jax.nn.sigmoid(widened(self.shared_gate(x)))
-            shared = (gate * widened(shared)).astype(shared.dtype)
+            # In float32 for lower dtypes, and rounded once, as one kernel computes it.
+            gate = widened(self.shared_gate(x))
+            gated = jax.nn.sigmoid(gate) * widened(shared)
+            shared = gated.astype(shared.dtype)
         return y + shared
 
     def work(self, t: int, s: int) -> Work:

@@ -127,6 +127,7 @@ class MultiHeadAttention(HeadAttention):
         backend: str = "auto",
         rngs: nnx.Rngs | None = None,
     ):
+        # Defaults first: the checks name the values that are used.
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         kdim, vdim = d_in if kdim is None else kdim, d_in if vdim is None else vdim
         check_heads(d_out, num_heads, num_kv_heads, head_dim)
@@ -137,11 +138,13 @@ class MultiHeadAttention(HeadAttention):
         check_type("rope", rope, RoPE | None, "rope=RoPE(), or None")
         check_type("scores", scores, Scores, "scores=Scores(soft_cap=50.0)")
         head_dim = d_out // num_heads if head_dim is None else head_dim
+        # It rotates features in pairs, and may rotate a part of a head alone.
         if rope is not None:
             rope.check_head_dim(head_dim)
         for name, norm, heads in (("q_norm", q_norm, num_heads), ("k_norm", k_norm, num_kv_heads)):
             if norm is not None:
                 check_head_norm(name, getattr(norm, "d_model", None), head_dim, heads)
+        # A gate a feature, as in Qwen3-Next, or one a head.
         if output_gate is not None:
             check_choice("output_gate", output_gate, GATES)
         self.d_in, self.d_out, self.kdim, self.vdim = d_in, d_out, kdim, vdim
@@ -257,16 +260,22 @@ class MultiHeadAttention(HeadAttention):
     def _project(
         self, query: Array, key: Array | None, value: Array | None, positions: ArrayLike
     ) -> tuple[Array, Array, Array]:
+        # Self-attention names its input once; keys of another sequence are its values, too.
         key = query if key is None else key
         value = key if value is None else value
         check_tokens("key", key, "kdim", self.kdim, self.context_length)
         check_tokens("value", value, "vdim", self.vdim, self.context_length)
-        q = rearrange(self.W_query(query), "... t (n h) -> ... t n h", n=self.num_heads)
-        k = rearrange(self.W_key(key), "... s (k h) -> ... s k h", k=self.num_kv_heads)
-        v = rearrange(self.W_value(value), "... s (k h) -> ... s k h", k=self.num_kv_heads)
+        q, k, v = self.W_query(query), self.W_key(key), self.W_value(value)
+        q = rearrange(q, "... t (n h) -> ... t n h", n=self.num_heads)
+        k = rearrange(k, "... s (k h) -> ... s k h", k=self.num_kv_heads)
+        v = rearrange(v, "... s (k h) -> ... s k h", k=self.num_kv_heads)
         q = constrain(q, "batch", "tokens", "heads", None)
-        k, v = (constrain(x, "batch", "tokens", "kv_heads", None) for x in (k, v))
-        q, k = norm_heads(self.q_norm, q), norm_heads(self.k_norm, k)
+        k = constrain(k, "batch", "tokens", "kv_heads", None)
+        v = constrain(v, "batch", "tokens", "kv_heads", None)
+        # Before the rotation, which keeps lengths: a norm does not depend on the place of a token.
+        q = norm_heads(self.q_norm, q)
+        k = norm_heads(self.k_norm, k)
         if self.rope is not None:
-            q, k = self.rope(q, positions), self.rope(k, positions)
+            q = self.rope(q, positions)
+            k = self.rope(k, positions)
         return q, k, v

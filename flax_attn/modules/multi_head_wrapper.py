@@ -73,6 +73,7 @@ class MultiHeadAttentionWrapper(nnx.Module):
             "backend": backend,
             "rngs": rngs,
         }
+        # Each draws its own parameters, one head after the other, as the book does.
         self.heads = nnx.List(
             [
                 CausalAttention(d_in, d_out, context_length, dropout, qkv_bias, **options)
@@ -94,6 +95,7 @@ class MultiHeadAttentionWrapper(nnx.Module):
         """
         found = []
         for i, head in enumerate(self.heads):
+            # Equal keys would drop the same weights in every head.
             key = fold_in(dropout_key, i)
             options = {"mask": mask, "dropout_key": key, "return_weights": return_weights}
             found.append(run_layer(head, x, **options))

@@ -60,13 +60,15 @@ class LayerNorm(nnx.Module):
 
     def __call__(self, x: Float[Array, "*shape d"]) -> Float[Array, "*shape d"]:
         check_width("x", x, "d_model", self.d_model)
-        dtype = _output_dtype(self.dtype, x, self.scale[...])
+        scale = self.scale[...]
+        dtype = _output_dtype(self.dtype, x, scale)
         x = x.astype(accumulation_dtype(x.dtype))
+        # What is left is centred, so that the mean of its squares is the variance.
         x = x - x.mean(axis=-1, keepdims=True)
-        x = x * jax.lax.rsqrt(jnp.square(x).mean(axis=-1, keepdims=True) + self.eps)
-        x = x * jnp.broadcast_to(self.scale[...].astype(x.dtype), x.shape)
+        x = rms_normed(x, self.eps)
+        x = x * _along(x, scale)
         if self.shift is not None:
-            x = x + jnp.broadcast_to(self.shift[...].astype(x.dtype), x.shape)
+            x = x + _along(x, self.shift[...])
         return x.astype(dtype)
 
 
@@ -123,8 +125,9 @@ class RMSNorm(nnx.Module):
         dtype = _output_dtype(self.dtype, x, self.scale[...])
         x = rms_normed(x.astype(accumulation_dtype(x.dtype)), self.eps)
         scale = self.scale[...].astype(x.dtype)
+        # 1 is added in the dtype of the computation: a lower one has few digits near 1.
         factor = 1 + scale if self.zero_centred else scale
-        return (x * jnp.broadcast_to(factor, x.shape)).astype(dtype)
+        return (x * _along(x, factor)).astype(dtype)
 
 
 def rms_normed(x: Float[Array, "*shape d"], eps: float) -> Float[Array, "*shape d"]:
@@ -135,6 +138,11 @@ def rms_normed(x: Float[Array, "*shape d"], eps: float) -> Float[Array, "*shape 
         [1.0, -1.0, 1.0, 1.0]
     """
     return x * jax.lax.rsqrt(jnp.square(x).mean(axis=-1, keepdims=True) + eps)
+
+
+def _along(x: Array, vector: Array) -> Array:
+    # By hand: numbers of different ranks are an error where promotion of ranks is forbidden.
+    return jnp.broadcast_to(vector.astype(x.dtype), x.shape)
 
 
 def _output_dtype(dtype: Dtype | None, x: Array, scale: Array) -> Dtype:

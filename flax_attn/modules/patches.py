@@ -67,6 +67,8 @@ class Patches(nnx.Module):
         self.proj = Linear(channels * height * width, d_model, axes=(None, "embed"), **numerics)
 
     def __call__(self, images: Float[Array, "*b c rows columns"]) -> Float[Array, "*b t d"]:
+        # Rows that are left over would be cut off without a word.
         check_image(images.shape, self.channels, self.height, self.width)
         sizes = {"p": self.height, "q": self.width}
+        # In the order of a kernel of `torch.nn.Conv2d`, so that its weights load.
         return self.proj(rearrange(images, "... c (i p) (j q) -> ... (i j) (c p q)", **sizes))

@@ -23,9 +23,12 @@ from jaxtyping import Array
 from flax_attn.functional.dropout import threefry_2x32
 
 _FLOATS = ("bfloat16", "float16", "float32", "float64")
-_SHORT, _LONG = 2**13, 2**18  # numbers in a block
-_FEW = 2**16  # up to as many are drawn in short blocks, and uniform ones by NumPy
-_ALIGNMENT = 64  # bytes
+# Numbers in a block.
+_SHORT, _LONG = 2**13, 2**18
+# Up to as many are drawn in short blocks, and uniform ones by NumPy.
+_FEW = 2**16
+# Bytes that JAX on CPUs wants an array to be aligned to.
+_ALIGNMENT = 64
 # More numbers are drawn by a program of their shape: blocks pass through the memory of the host.
 _MOST_ON_ACCELERATOR = 2**22
 
@@ -40,6 +43,7 @@ def constants_are_arrays(dtype: Dtype) -> bool:
     dtype = jnp.dtype(dtype)
     if dtype.name not in _FLOATS or jax.dtypes.canonicalize_dtype(dtype) != dtype:
         return False
+    # Under a mesh JAX makes each device draw its own part.
     if not jax.sharding.get_abstract_mesh().empty:
         return False
     # Under a transform such as jax.jit, what is put on a device becomes part of the program.
@@ -76,6 +80,7 @@ def fold_in(key: Array, count: int) -> Array:
         >>> bool(fold_in(key, 5) == jax.random.fold_in(key, 5))
         True
     """
+    # As JAX does it: the count is a seed, whose key has an upper half of 0.
     data, counter = np.asarray(jax.random.key_data(key)), np.array([0, count], np.uint32)
     folded = threefry_2x32((data[:1], data[1:]), (counter[:1], counter[1:]))
     return jax.random.wrap_key_data(beside(key, np.concatenate(folded)), impl="threefry2x32")
@@ -85,8 +90,10 @@ def can_draw(key: Array, size: int, dtype: Dtype) -> bool:
     """Return whether `draw` can draw `size` numbers of this dtype from a key."""
     if not (constants_are_arrays(dtype) and may_read(key) and is_threefry(key)):
         return False
+    # The other order of the numbers is one that only JAX itself knows.
     if not jax.config.jax_threefry_partitionable:  # pyright: ignore[reportAttributeAccessIssue]
         return False
+    # From an accelerator the blocks would be copied back to the host, one by one.
     on_cpu = all(device.platform == "cpu" for device in key.sharding.device_set)
     return on_cpu or size <= _MOST_ON_ACCELERATOR
 
@@ -106,9 +113,12 @@ def draw(key: Array, shape: tuple[int, ...], dtype: Dtype, scale: float, normal:
         >>> bool((draw(key, (7,), jnp.float32, 1.0, True) == jax.random.normal(key, (7,))).all())
         True
     """
-    size, dtype = int(np.prod(shape)), jnp.dtype(dtype)
-    factor, data = np.array(scale, dtype), np.asarray(jax.random.key_data(key))
+    dtype = jnp.dtype(dtype)
+    size = int(np.prod(shape))
+    factor = np.array(scale, dtype)
+    data = np.asarray(jax.random.key_data(key))
     few = size <= _FEW
+    # Two lengths for all shapes: a block is compiled once for each length.
     length = _SHORT if few else _LONG
     numbers = _aligned(size, dtype)
     for first in range(0, size, length):
@@ -118,7 +128,8 @@ def draw(key: Array, shape: tuple[int, ...], dtype: Dtype, scale: float, normal:
             block = _numbers_at(data, np.zeros(1, np.uint32), index, factor, False)
         else:
             start = np.array(divmod(first, 2**32), np.uint32)
-            block = np.asarray(_block(data, start, factor, length, normal))
+            block = _block(data, start, factor, length, normal)
+            block = np.asarray(block)
         numbers[first:last] = block[: last - first]
     return beside(key, numbers.reshape(shape))
 
@@ -139,19 +150,24 @@ def _numbers_at(key: Any, high: Any, low: Any, factor: Any, normal: bool) -> Any
 def _bits(key: Any, high: Any, low: Any, dtype: np.dtype) -> Any:
     """Return the mantissa bits of the numbers that `jax.random` draws."""
     first, second = threefry_2x32(key, (high, low))
-    info, unsigned = jnp.finfo(dtype), np.dtype(f"uint{8 * dtype.itemsize}")
+    info = jnp.finfo(dtype)
+    unsigned = np.dtype(f"uint{info.bits}")
     if info.bits == 64:
-        bits = (first.astype(unsigned) << unsigned.type(32)) | second.astype(unsigned)
+        # Two words of 32 bits make one of 64; for narrower numbers they are mixed into one.
+        high = first.astype(unsigned) << unsigned.type(32)
+        bits = high | second.astype(unsigned)
     else:
         bits = (first ^ second).astype(unsigned)
     # The upper bits of the lowest 8 where these are enough, as they are for bfloat16.
     width = 8 if info.nmant < 8 else info.bits
-    bits = bits & unsigned.type(2**width - 1)
-    return bits >> unsigned.type(width - info.nmant)
+    lowest = unsigned.type(2**width - 1)
+    behind = unsigned.type(width - info.nmant)
+    return (bits & lowest) >> behind
 
 
 def _fractions(bits: Any, dtype: np.dtype) -> Any:
     """Return the numbers in [0, 1) that have these bits."""
+    # The bits of the mantissa of a number in [1, 2), from which 1 is then taken.
     one = np.array(1, dtype)
     return (bits | one.view(bits.dtype)).view(dtype) - one
 
@@ -163,6 +179,7 @@ def _uniform(bits: Any, dtype: np.dtype) -> Any:
 
 def _normal(bits: Any, dtype: np.dtype) -> Any:
     """Return normal numbers: the inverse of their distribution at uniform ones in (-1, 1)."""
+    # Not -1 itself, whose inverse is infinite.
     lowest = np.nextafter(np.array(-1, dtype), np.array(0, dtype), dtype=dtype)
     uniform = _fractions(bits, dtype) * np.array(2, dtype) + lowest
     return np.array(np.sqrt(2), dtype) * jax.lax.erf_inv(uniform)
@@ -170,6 +187,7 @@ def _normal(bits: Any, dtype: np.dtype) -> Any:
 
 def _aligned(size: int, dtype: np.dtype) -> np.ndarray:
     """Return memory for numbers, aligned so that JAX on CPUs takes it without a copy."""
+    # More than is needed: the first aligned byte lies somewhere in the first 64.
     space = np.empty(size * dtype.itemsize + _ALIGNMENT, np.uint8)
     first = -space.ctypes.data % _ALIGNMENT
     return space[first : first + size * dtype.itemsize].view(dtype)

@@ -129,21 +129,27 @@ class Router(nnx.Module):
 
     def __call__(self, x: Float[Array, "*shape d"]) -> Routing:
         check_width("x", x, "d_model", self.d_model)
-        logits = self.W_router(x.astype(accumulation_dtype(x.dtype)))
-        scores = SCORES[self.scores](constrain(logits, "batch", "tokens", None))
+        # In float32 for lower dtypes: a rounded logit would choose another expert.
+        x = x.astype(accumulation_dtype(x.dtype))
+        logits = self.W_router(x)
+        split = constrain(logits, "batch", "tokens", None)
+        scores = SCORES[self.scores](split)
         weights, experts = by_tokens(self._chosen, scores, self._preferred(scores))
-        if self.renormalize:  # sigmoids may all vanish
-            weights = weights / (weights.sum(axis=-1, keepdims=True) + 1e-20)
+        if self.renormalize:
+            # Sigmoids may all vanish.
+            total = weights.sum(axis=-1, keepdims=True) + 1e-20
+            weights = weights / total
+        # The loss is about the logits; the scale is of the output alone.
         return Routing(self.scale * weights, experts, logits)
 
     def _preferred(self, scores: Array) -> Array:
         """Return the scores that experts are chosen by."""
+        # A choice has no gradient: without this JAX would carry zeros through the search.
         scores = jax.lax.stop_gradient(scores)
         if self.selection_bias is None:
             return scores
-        return scores + jnp.broadcast_to(
-            self.selection_bias[...].astype(scores.dtype), scores.shape
-        )
+        bias = self.selection_bias[...].astype(scores.dtype)
+        return scores + jnp.broadcast_to(bias, scores.shape)
 
     def _chosen(self, scores: Array, preferred: Array) -> tuple[Array, Array]:
         """Return the scores and the numbers of the experts of each token."""
@@ -155,12 +161,13 @@ class Router(nnx.Module):
         if self.groups == 1:
             return scores
         grouped = rearrange(scores, "... (g e) -> ... g e", g=self.groups)
-        best_two = jax.lax.top_k(grouped, 2)[0].sum(axis=-1)
-        chosen = jax.lax.top_k(best_two, self.top_groups)[1]
+        # A group is as good as its two best experts together, as in DeepSeek-V3.
+        best_two, _ = jax.lax.top_k(grouped, 2)
+        of_group = best_two.sum(axis=-1)
+        _, chosen = jax.lax.top_k(of_group, self.top_groups)
         open_groups = jax.nn.one_hot(chosen, self.groups, dtype=bool).any(axis=-2)
-        return rearrange(
-            jnp.where(open_groups[..., None], grouped, -jnp.inf), "... g e -> ... (g e)"
-        )
+        eligible = jnp.where(open_groups[..., None], grouped, -jnp.inf)
+        return rearrange(eligible, "... g e -> ... (g e)")
 
 
 def load_balancing_loss(routings: Sequence[Routing], mask: Array | None = None) -> Float[Array, ""]:
@@ -192,13 +199,16 @@ def load_balancing_loss(routings: Sequence[Routing], mask: Array | None = None) 
             "the load is that of the routers of one layer at least; got no routing. Pass those of a"
             " model"
         )
-    count = routings[0].logits.shape[-1]
-    real = (
-        jnp.ones(routings[0].logits.shape[:-1], bool) if mask is None else jnp.asarray(mask, bool)
-    )
-    loads, probabilities = zip(*(_load(routing, count, real) for routing in routings), strict=True)
-    tokens = len(routings) * real.sum().astype(routings[0].logits.dtype)
-    return count * (sum(loads) / tokens * (sum(probabilities) / tokens)).sum()
+    logits = routings[0].logits
+    *shape, count = logits.shape
+    real = jnp.ones(shape, bool) if mask is None else jnp.asarray(mask, bool)
+    loads = probabilities = 0
+    for routing in routings:
+        load, probability = _load(routing, count, real)
+        loads += load
+        probabilities += probability
+    tokens = len(routings) * real.sum().astype(logits.dtype)
+    return count * (loads / tokens * (probabilities / tokens)).sum()
 
 
 def _load(routing: Routing, count: int, real: Array) -> tuple[Array, Array]:
@@ -206,8 +216,8 @@ def _load(routing: Routing, count: int, real: Array) -> tuple[Array, Array]:
     dtype = routing.logits.dtype
     given = jax.nn.one_hot(routing.experts, count, dtype=dtype).sum(axis=-2)
     tokens = tuple(range(real.ndim))
-    load, probability = (
-        jnp.where(real[..., None], x, 0).sum(tokens)
-        for x in (given, jax.nn.softmax(routing.logits))
-    )
+    real = real[..., None]
+    probabilities = jax.nn.softmax(routing.logits)
+    load = jnp.where(real, given, 0).sum(tokens)
+    probability = jnp.where(real, probabilities, 0).sum(tokens)
     return load, probability

@@ -69,7 +69,9 @@ class SelfAttention(nnx.Module):
             "precision": precision,
             "rngs": rngs,
         }
+        # One head has no axis of heads that a mesh could split.
         numerics["axes"] = ("embed", None)
+        # Products of queries and keys do not depend on the width of the values.
         d_key = d_out if d_key is None else d_key
         check_positive(d_in=d_in, d_out=d_out, d_key=d_key)
         check_backend(backend)
@@ -88,6 +90,7 @@ class SelfAttention(nnx.Module):
     ) -> Outputs[Cache]:
         """Return the context vectors, with the weights if `return_weights`."""
         check_tokens("x", x, "d_in", self.d_in, None)
+        # Without the axis of heads, which the textbook's formula does not have either.
         return attend_one_head(
             *self.project(x),
             mask=mask,

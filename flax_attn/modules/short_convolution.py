@@ -53,10 +53,14 @@ class ShortConvolution(nnx.Module):
     ):
         check_positive(d_model=d_model, kernel_size=kernel_size)
         check_dtypes(dtype=dtype, param_dtype=param_dtype)
-        self.d_model, self.kernel_size, self.dtype = d_model, kernel_size, dtype
+        self.d_model, self.kernel_size = d_model, kernel_size
+        self.dtype = dtype
+        # A feature sees `kernel_size` numbers, as in a depthwise convolution of PyTorch.
         draw = redrawn(uniform(kernel_size))
-        kernel = draw(next_key(rngs.params), (kernel_size, d_model), param_dtype)
-        self.kernel = nnx.Param(kernel, **named(*axes, unit=unit))
+        key = next_key(rngs.params)
+        kernel = draw(key, (kernel_size, d_model), param_dtype)
+        metadata = named(*axes, unit=unit)
+        self.kernel = nnx.Param(kernel, **metadata)
 
     def __call__(
         self,
@@ -67,7 +71,10 @@ class ShortConvolution(nnx.Module):
         lengths: ArrayLike | int | None = None,
     ) -> Convolved:
         """Return the output and the inputs that the next tokens need; see `short_convolution`."""
-        dtype = jnp.result_type(x, self.kernel[...]) if self.dtype is None else self.dtype
-        x, kernel = x.astype(dtype), self.kernel[...].astype(dtype)
+        kernel = self.kernel[...]
+        dtype = jnp.result_type(x, kernel) if self.dtype is None else self.dtype
+        x = x.astype(dtype)
+        kernel = kernel.astype(dtype)
+        # The state is what decoding needs: the last inputs before the next token.
         output, state = short_convolution(x, kernel, state, starts=starts, lengths=lengths)
         return Convolved(ACTIVATIONS["silu"](output), state)

@@ -38,9 +38,17 @@ class SimplifiedSelfAttention(nnx.Module):
 
     def attend(self, x: Tokens, *, return_weights: bool = False) -> Outputs[Cache]:
         """Return the context vectors, with the weights if `return_weights`."""
+        # Any width does, so that only the rank is checked.
         check_tokens("x", x, "d", x.shape[-1], None)
         return attend_one_head(
-            x, x, x, scale=1.0, backend=self.backend, return_weights=return_weights
+            # The idea alone is not scaled; the default would divide by the square root of the
+            # width.
+            x,
+            x,
+            x,
+            scale=1.0,
+            backend=self.backend,
+            return_weights=return_weights,
         )
 
     def __call__(self, x: Tokens) -> Array:

@@ -63,6 +63,7 @@ def work(module: nnx.Module, t: int, s: int) -> Work:
         >>> work(block, t=3, s=3)
         Work(parameters=672, attention=96)
     """
+    # What computes more than its parts says so itself: no list of classes is kept here.
     asked = getattr(module, "work", None)
     return work_of_parts(module, t, s) if asked is None else asked(t, s)
 
@@ -84,6 +85,7 @@ def work_of_parts(module: nnx.Module, t: int, s: int) -> Work:
 def products(module: nnx.Module, t: int) -> Work:
     """Return the operations of `t` tokens with all kernels in a module."""
     params = nnx.to_flat_state(nnx.state(module, nnx.Param))
+    # Norms and biases are additions that no product does: they count as nothing.
     sizes = [prod(param.shape) for path, param in params if path[-1] == "kernel"]
     return Work(2 * t * sum(sizes))
 
@@ -95,9 +97,12 @@ def count_pairs(t: int, s: int, window: int | None) -> int:
         >>> count_pairs(3, 3, None), count_pairs(1, 8, None), count_pairs(4, 4, window=2)
         (6, 8, 7)
     """
-    before = s - t  # keys that all queries see
+    # Keys that all queries see.
+    before = s - t
     limit = s if window is None else min(window, s)
-    growing = min(max(limit - before, 0), t)  # queries that see less than the window
+    # Queries that see less than the window.
+    growing = min(max(limit - before, 0), t)
+    # The sum of an arithmetic series, and of what every query behind it sees.
     return growing * before + growing * (growing + 1) // 2 + (t - growing) * limit
 
 

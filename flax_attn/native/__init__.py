@@ -16,11 +16,10 @@ MISSING = (
     "its library was not built, which takes a C++ compiler when flax_attn is installed: install one"
     " (g++ 12 or newer), and then flax_attn again with pip install --force-reinstall --no-deps"
 )
-DTYPES = ("float32", "bfloat16", "float16")  # that its functions take; all sums are in float32
-_ATTENTION = (
-    "attention_forward",
-    "attention_backward",
-)  # all of whose arrays begin with a batch axis
+# What its functions take; all sums are in float32.
+DTYPES = ("float32", "bfloat16", "float16")
+# All of their arrays begin with a batch axis, by which XLA may split them over devices.
+_ATTENTION = ("attention_forward", "attention_backward")
 _FUNCTIONS = (*_ATTENTION, "matrix_product", "grouped_product")
 
 
@@ -32,9 +31,8 @@ def library() -> ctypes.CDLL | None:
         return None
     loaded = ctypes.cdll.LoadLibrary(found.origin)
     for name in _FUNCTIONS:
-        jax.ffi.register_ffi_target(
-            target(name), jax.ffi.pycapsule(getattr(loaded, name)), platform="cpu"
-        )
+        function = jax.ffi.pycapsule(getattr(loaded, name))
+        jax.ffi.register_ffi_target(target(name), function, platform="cpu")
     for name in _ATTENTION:
         jax.ffi.register_ffi_target_as_batch_partitionable(target(name))
     loaded.level_name.restype = ctypes.c_char_p
@@ -72,8 +70,13 @@ def export_checks() -> list[jax.export.DisabledSafetyCheck]:
 
 def levels() -> list[str]:
     """Return the instruction levels of this processor, quickest first; the first is the default."""
-    names, loaded = [], library()
-    while loaded is not None and (name := loaded.level_name(len(names))) is not None:
+    loaded = library()
+    names = []
+    # The library returns null behind the last one.
+    while loaded is not None:
+        name = loaded.level_name(len(names))
+        if name is None:
+            break
         names.append(name.decode())
     return names
 

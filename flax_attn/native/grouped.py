@@ -18,10 +18,10 @@ from flax_attn.native import DTYPES, library, target
 from flax_attn.native.primitive import primitive
 from flax_attn.native.product import is_algorithm
 
-_PLAIN, _TRANSPOSED, _OUTER = range(3)  # as in calls.h
-_OF_ROWS = jax.lax.RaggedDotDimensionNumbers(
-    (((0,), (0,)), ((), ())), (0,), ()
-)  # what the outer form sums over
+# As in calls.h.
+_PLAIN, _TRANSPOSED, _OUTER = range(3)
+# The outer form sums over the rows of each group.
+_OF_ROWS = jax.lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), (0,), ())
 # The forms of the gradients of the left and the right factor, and whether the cotangent is their
 # left factor.
 _GRADIENTS = {
@@ -69,14 +69,17 @@ def _call(left: Array, right: Array, sizes: Array, *, form: int) -> Array:
 
 
 def _jvp(primals, tangents, *, form):
-    (left, right, sizes), (d_left, d_right, _) = primals, tangents
-    pairs = [
-        pair
-        for pair in ((d_left, right), (left, d_right))
-        if not any(type(one) is ad.Zero for one in pair)
-    ]
-    change, *others = (_grouped.bind(*pair, sizes, form=form) for pair in pairs)
-    return _grouped.bind(left, right, sizes, form=form), sum(others, change)
+    left, right, sizes = primals
+    d_left, d_right, _ = tangents
+    multiply = partial(_grouped.bind, form=form)
+    # A factor that does not change would be multiplied as zeros.
+    changes = []
+    if type(d_left) is not ad.Zero:
+        changes.append(multiply(d_left, right, sizes))
+    if type(d_right) is not ad.Zero:
+        changes.append(multiply(left, d_right, sizes))
+    change, *others = changes
+    return multiply(left, right, sizes), sum(others, change)
 
 
 def _transpose(cotangent, left, right, sizes, *, form):
@@ -88,16 +91,15 @@ def _transpose(cotangent, left, right, sizes, *, form):
 
 
 def _batch(factors, dims, *, form):
-    mapped = [
-        jnp.moveaxis(x, dim, 0) for x, dim in zip(factors, dims, strict=True) if dim is not None
-    ]
+    # One after the other: the groups of each have sizes of their own.
+    mapped = {}
+    for i, dim in enumerate(dims):
+        if dim is not None:
+            mapped[i] = jnp.moveaxis(factors[i], dim, 0)
 
     def one(own):
-        own = iter(own)
-        return _grouped.bind(
-            *(x if dim is None else next(own) for x, dim in zip(factors, dims, strict=True)),
-            form=form,
-        )
+        own_factors = [own.get(i, factor) for i, factor in enumerate(factors)]
+        return _grouped.bind(*own_factors, form=form)
 
     return jax.lax.map(one, mapped), 0
 

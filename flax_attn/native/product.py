@@ -17,7 +17,8 @@ from jaxtyping import Array
 from flax_attn.native import DTYPES, library, target
 from flax_attn.native.primitive import primitive
 
-FEW = 16  # rows at most: beyond, multiplying takes longer than reading, and XLA multiplies well
+# Rows at most: beyond, multiplying takes longer than reading, and XLA multiplies well.
+FEW = 16
 
 
 def takes(
@@ -43,7 +44,8 @@ def takes(
     if x.dtype.name not in DTYPES or preferred_element_type not in (None, x.dtype, jnp.float32):
         return False
     rows = x.shape[0]
-    few = isinstance(rows, int) and 0 < rows <= FEW  # of a batch that is symbolic nobody knows
+    # Of a batch that is symbolic nobody knows.
+    few = isinstance(rows, int) and 0 < rows <= FEW
     return x.dtype == matrix.dtype and few and matrix.size > 0
 
 
@@ -99,14 +101,17 @@ def _call(x: Array, matrix: Array, *, contracted: int, precision: Any, dtype: An
 
 
 def _jvp(primals, tangents, **params):
-    (x, matrix), (dx, d_matrix) = primals, tangents
-    pairs = [
-        pair
-        for pair in ((dx, matrix), (x, d_matrix))
-        if not any(type(one) is ad.Zero for one in pair)
-    ]
-    change, *others = (_product.bind(*pair, **params) for pair in pairs)
-    return _product.bind(x, matrix, **params), sum(others, change)
+    x, matrix = primals
+    dx, d_matrix = tangents
+    multiply = partial(_product.bind, **params)
+    # A factor that does not change would be multiplied as zeros.
+    changes = []
+    if type(dx) is not ad.Zero:
+        changes.append(multiply(dx, matrix))
+    if type(d_matrix) is not ad.Zero:
+        changes.append(multiply(x, d_matrix))
+    change, *others = changes
+    return multiply(x, matrix), sum(others, change)
 
 
 def _transpose(cotangent, *factors, **params):
@@ -121,14 +126,20 @@ def _transpose(cotangent, *factors, **params):
 
 
 def _batch(factors, dims, **params):
-    (x, matrix), (batched, other) = factors, dims
+    x, matrix = factors
+    batched, other = dims
+    # A matrix for each: nothing is read twice, and XLA reads as quickly.
     if other is not None:
-        return jax.vmap(partial(_plain, **params), dims)(x, matrix), 0
+        of_each = jax.vmap(partial(_plain, **params), dims)
+        return of_each(x, matrix), 0
     x = jnp.moveaxis(x, batched, 0)
-    rows = x.reshape(x.shape[0] * x.shape[1], x.shape[2])
+    b, m, d = x.shape
+    rows = x.reshape(b * m, d)
+    # All rows have one matrix; together they may be too many for the library.
     multiply = _product.bind if 0 < len(rows) <= FEW else _plain
     result = multiply(rows, matrix, **params)
-    return result.reshape(*x.shape[:2], result.shape[1]), 0
+    _, width = result.shape
+    return result.reshape(b, m, width), 0
 
 
 _product = primitive("native_product", _call, _plain, ("contracted", "precision", "dtype"))

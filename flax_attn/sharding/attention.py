@@ -40,42 +40,45 @@ def attend(division: Division, call: Call, kernel: Kernel) -> Array:
 
 def _divisible(division: Division, call: Call) -> Call:
     """Return the same call, with arrays that the mesh divides."""
-    bias, dropout, t = call.bias, call.dropout, call.shape[2]
+    bias = call.bias
+    t = call.shape[2]
     if division.copies > 1:
-        key, value = (jnp.repeat(x, division.copies, axis=2) for x in (call.key, call.value))
+        key = jnp.repeat(call.key, division.copies, axis=2)
+        value = jnp.repeat(call.value, division.copies, axis=2)
         call = replace(call, key=key, value=value)
     if bias is not None and t == division.size(division.queries):
         # Of one query a device: one row is that query's, and not one for all.
-        bias = jnp.broadcast_to(bias, (*bias.shape[:2], t, bias.shape[3]))
-    if dropout is not None:
-        dropout = replace(dropout, key=key_data(dropout.key))
-    return replace(call, bias=bias, dropout=dropout)
+        b, n, _, s = bias.shape
+        bias = jnp.broadcast_to(bias, (b, n, t, s))
+        call = replace(call, bias=bias)
+    if call.dropout is not None:
+        key = key_data(call.dropout.key)
+        call = replace(call, dropout=replace(call.dropout, key=key))
+    return call
 
 
-@partial(
-    jax.jit, static_argnums=(0, 1), inline=True
-)  # an eager call would compile its parts each time
+# Compiled, since an eager call would compile its parts each time.
+@partial(jax.jit, static_argnums=(0, 1), inline=True)
 def _compiled(division: Division, kernel: Kernel, call: Call) -> Array:
-    return on_devices(
-        lambda call: attend_shard(division, kernel, _shard(division, call)),
-        division.mesh,
-        call,
-        _specs(division, call),
-        P(division.batch, division.queries, division.heads),
-        division.axes,
-    )
+    def of_device(call: Call) -> Array:
+        return attend_shard(division, kernel, _shard(division, call))
+
+    specs = _specs(division, call)
+    output = P(division.batch, division.queries, division.heads)
+    return on_devices(of_device, division.mesh, call, specs, output, division.axes)
 
 
 def _specs(division: Division, call: Call) -> Call:
     """Return how each array of a call is split: by the `axes` of its class, or not at all."""
 
     def spec(path: tuple, array: Array) -> P:
+        # The path is walked down to the object whose class names the axes of the array.
         owner: Any = call
         for step in path[:-1]:
-            owner = owner[step.idx] if isinstance(step, SequenceKey) else getattr(owner, step.name)
-            if (
-                getattr(owner, "axes", {}) is None
-            ):  # a part of a mask that takes its heads of the whole by itself
+            is_item = isinstance(step, SequenceKey)
+            owner = owner[step.idx] if is_item else getattr(owner, step.name)
+            # A part of a mask that takes its heads of the whole by itself.
+            if getattr(owner, "axes", {}) is None:
                 return P()
         axes = getattr(owner, "axes", {})
         name = getattr(path[-1], "name", None)
@@ -94,17 +97,23 @@ def _spec(division: Division, names: tuple[str | None, ...], array: Array) -> P:
         None: (),
     }
     own = names[len(names) - array.ndim :]
-    axes = zip(own, array.shape, strict=True)
-    return P(*(() if size == 1 else split[name] for name, size in axes))
+    entries = [split[name] for name in own]
+    for axis, size in enumerate(array.shape):
+        if size == 1:
+            entries[axis] = ()
+    return P(*entries)
 
 
 def _shard(division: Division, call: Call) -> Shard:
     b, n, t, s = call.shape
-    rows, heads = _places(division.batch, b), _places(division.heads, n)
-    parts = (
-        part if part.axes is not None else PlacedPart(part, b=rows, n=heads)
-        for part in call.mask.parts
-    )
+    rows = _places(division.batch, b)
+    heads = _places(division.heads, n)
+    parts = []
+    for part in call.mask.parts:
+        # Its arrays are whole here: it is told which rows and heads these are.
+        if part.axes is None:
+            part = PlacedPart(part, b=rows, n=heads)
+        parts.append(part)
     return Shard(
         call=replace(call, mask=Mask(tuple(parts))),
         b=rows,
@@ -116,8 +125,10 @@ def _shard(division: Division, call: Call) -> Shard:
 
 
 def _places(axes: tuple[str, ...], size: int) -> Places:
-    return Places((jax.lax.axis_index(axes) * size if axes else jnp.int32(0))[None], size)
+    start = jax.lax.axis_index(axes) * size if axes else jnp.int32(0)
+    return Places(start[None], size)
 
 
 def _token_places(division: Division, size: int) -> Places:
+    # Queries are split as the keys are, or not at all.
     return zigzag_places(division.keys, size) if division.ordered else _places(division.keys, size)

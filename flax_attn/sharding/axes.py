@@ -22,11 +22,8 @@ AxisName = str | Sequence[str] | None
 RULES: Rules = MappingProxyType(
     {
         # of activations
-        "batch": (
-            "data",
-            "fsdp",
-            "expert",
-        ),  # each device of an expert axis has tokens, and experts
+        # Each device of an expert axis has tokens, and experts.
+        "batch": ("data", "fsdp", "expert"),
         "tokens": ("context",),  # where attention and feed-forward layers compute
         "residual": ("context",),  # tokens in norms and sums; add "tensor" for sequence parallelism
         # of activations and parameters
@@ -66,11 +63,11 @@ def rules(**changes: str | Sequence[str] | None) -> Iterator[None]:
         raise ValueError(
             f"the names of axes are {', '.join(RULES)}; got {', '.join(unknown)}. Pass one of these"
         )
-    lines = {
-        name: (axes,) if isinstance(axes, str) else tuple(axes or ())
-        for name, axes in changes.items()
-    }
-    with _in_use(tuple(sorted({**table(), **lines}.items()))):
+    lines = table()
+    for name, axes in changes.items():
+        lines[name] = axes_in(axes)
+    # A tuple, as what is part of the key of compiled functions must be hashable.
+    with _in_use(tuple(sorted(lines.items()))):
         yield
 
 
@@ -90,8 +87,12 @@ def mesh_of(*arrays: Any) -> AbstractMesh:
         True
     """
     mesh = jax.sharding.get_abstract_mesh()
-    meshes = (getattr(getattr(jax.typeof(x), "sharding", None), "mesh", mesh) for x in arrays)
-    return next((found for found in (mesh, *meshes) if not found.empty), mesh)
+    for x in arrays:
+        if not mesh.empty:
+            break
+        sharding = getattr(jax.typeof(x), "sharding", None)
+        mesh = getattr(sharding, "mesh", mesh)
+    return mesh
 
 
 def mesh_in_use(*arrays: Any) -> AbstractMesh | None:
@@ -105,7 +106,9 @@ def mesh_in_use(*arrays: Any) -> AbstractMesh | None:
         True
     """
     mesh = mesh_of(*arrays)
-    return mesh if not mesh.empty and any(mesh_axes(name, mesh) for name in table()) else None
+    if mesh.empty or not any(mesh_axes(name, mesh) for name in table()):
+        return None
+    return mesh
 
 
 def free_axes(mesh: Any) -> set[str]:
@@ -173,10 +176,12 @@ def spec(names: Sequence[AxisName], mesh: Any, shape: Sequence[int] | None = Non
     entries = []
     for i, name in enumerate(names):
         axes = tuple(axis for axis in mesh_axes(name, mesh) if axis not in used)
-        if shape is not None and shape[i] % prod(mesh.shape[axis] for axis in axes):
+        devices = prod(mesh.shape[axis] for axis in axes)
+        if shape is not None and shape[i] % devices:
             axes = ()
+        # JAX refuses a spec that names a mesh axis twice.
         used.update(axes)
-        entries.append(axes[0] if len(axes) == 1 else axes or None)
+        entries.append(axes)
     return PartitionSpec(*entries)
 
 
@@ -195,21 +200,23 @@ def constrain(x: Array, *names: str | None) -> Array:
     mesh = mesh_in_use(x)
     if mesh is None:
         return x
-    names = (*[None] * (x.ndim - len(names)), *names[max(0, len(names) - x.ndim) :])
+    unnamed = [None] * (x.ndim - len(names))
+    names = (*unnamed, *names)[-x.ndim :] if x.ndim else ()
     return place(x, mesh, spec(names, mesh, x.shape))
 
 
 def place(x: Array, mesh: Any, wanted: PartitionSpec) -> Array:
     """Return x as it lies on a mesh by a spec, whichever kind the axes of the mesh are of."""
     devices = None if isinstance(x, Tracer) else _devices()
-    if devices is not None:  # x may lie on one of them
+    # Outside of a trace x may lie on one device of the mesh: a constraint would refuse it.
+    if devices is not None:
         own: Any = getattr(x.sharding, "mesh", None)
-        return jax.device_put(x, NamedSharding(own if devices.empty else devices, wanted))
+        chosen = own if devices.empty else devices
+        return jax.device_put(x, NamedSharding(chosen, wanted))
     x = place_by_type(x, mesh, wanted)
     if AxisType.Auto in mesh.axis_types:
-        x = jax.lax.with_sharding_constraint(
-            x, NamedSharding(mesh, _only(wanted, mesh, AxisType.Auto))
-        )
+        over_auto = _only(wanted, mesh, AxisType.Auto)
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, over_auto))
     return x
 
 
@@ -244,11 +251,9 @@ def place_like(x: Array, other: Array) -> Array:
         (3,)
     """
     mesh = mesh_of(other)
-    return (
-        place(x, mesh, jax.typeof(other).sharding.spec)
-        if AxisType.Explicit in mesh.axis_types
-        else x
-    )
+    if AxisType.Explicit not in mesh.axis_types:
+        return x
+    return place(x, mesh, jax.typeof(other).sharding.spec)
 
 
 def axes_in(entry: Any) -> tuple[str, ...]:
@@ -262,7 +267,10 @@ def axes_in(entry: Any) -> tuple[str, ...]:
 
 
 def _only(wanted: PartitionSpec, mesh: Any, kind: AxisType) -> PartitionSpec:
+    """Return a spec without the mesh axes of other kinds, which a sharding may not name."""
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    return PartitionSpec(
-        *(tuple(axis for axis in axes_in(entry) if kinds[axis] == kind) or None for entry in wanted)
-    )
+    entries = []
+    for entry in wanted:
+        axes = tuple(axis for axis in axes_in(entry) if kinds[axis] == kind)
+        entries.append(axes)
+    return PartitionSpec(*entries)

@@ -56,23 +56,19 @@ def on_mesh(
     rows = rows_of(x, mesh)
     taken = {axis for entry in rows for axis in axes_in(entry)}
     specs = {name: _spec(variable, mesh, taken) for name, variable in variables.items()}
-    over, hidden = axes_in(specs["gate"][0]), axes_in(specs["gate"][2])
-    embed = {
-        name: _names(variable).index("embed")
-        for name, variable in variables.items()
-        if "embed" in _names(variable)
-    }
-    gathered = {name: (axis, axes_in(specs[name][axis])) for name, axis in embed.items()}
-    own = _Split(over, hidden, tuple(axis for axis in over if axis in taken), rows, gathered)
+    own = _expert_axes(specs, variables, rows, taken)
+
+    def of_device(given: tuple) -> Array:
+        return _of_device(compute, own, *given)
+
     tokens = PartitionSpec(*rows, None)
-    given, where = (x, weights, experts, arrays), (tokens, tokens, tokens, specs)
-    return on_devices(
-        lambda given: _of_device(compute, own, *given), mesh, given, where, tokens, typed=True
-    )
+    given = x, weights, experts, arrays
+    where = tokens, tokens, tokens, specs
+    return on_devices(of_device, mesh, given, where, tokens, typed=True)
 
 
 @dataclass(frozen=True)
-class _Split:
+class _ExpertAxes:
     """The mesh axes that experts and tokens are split over.
 
     Args:
@@ -92,9 +88,28 @@ class _Split:
     @property
     def axis(self) -> int:
         """The axis of the tokens that is split over `shared`."""
-        return next(
-            i for i, entry in enumerate(self.rows) if set(self.shared) & set(axes_in(entry))
-        )
+        shared = set(self.shared)
+        return next(i for i, entry in enumerate(self.rows) if shared & set(axes_in(entry)))
+
+
+def _expert_axes(
+    specs: Mapping[str, PartitionSpec],
+    variables: Mapping[str, nnx.Variable],
+    rows: PartitionSpec,
+    taken: set[str],
+) -> _ExpertAxes:
+    # Its axes are experts, width and hidden features: all that the other parameters have, too.
+    gate = specs["gate"]
+    over = axes_in(gate[0])
+    hidden = axes_in(gate[2])
+    shared = tuple(axis for axis in over if axis in taken)
+    gathered = {}
+    for name, variable in variables.items():
+        names = _names(variable)
+        if "embed" in names:
+            axis = names.index("embed")
+            gathered[name] = axis, axes_in(specs[name][axis])
+    return _ExpertAxes(over, hidden, shared, rows, gathered)
 
 
 def _names(variable: nnx.Variable) -> tuple[str | None, ...]:
@@ -109,56 +124,52 @@ def _spec(variable: nnx.Variable, mesh: Any, taken: set[str]) -> PartitionSpec:
     are.
     """
     names = _names(variable)
-    entries = spec(names, mesh, variable.shape)
-
-    def kept(name: str | None, axes: set[str]) -> bool:
-        return axes <= taken if name == "embed" else name == "expert" or not axes & taken
-
-    return PartitionSpec(
-        *(
-            entry if kept(name, set(axes_in(entry))) else None
-            for name, entry in zip(names, entries, strict=True)
-        )
-    )
+    entries = []
+    for name, entry in zip(names, spec(names, mesh, variable.shape), strict=True):
+        axes = set(axes_in(entry))
+        kept = name == "expert" or not axes & taken
+        if name == "embed":
+            kept = axes <= taken
+        entries.append(entry if kept else None)
+    return PartitionSpec(*entries)
 
 
 def _of_device(
-    compute: Compute, split: _Split, x: Array, weights: Array, experts: Array, arrays: Any
+    compute: Compute, own: _ExpertAxes, x: Array, weights: Array, experts: Array, arrays: Any
 ) -> Array:
     """Return the sum over all experts, of one device's tokens."""
-    # Gathered here, their gradients are summed and split again by one collective.
-    arrays = arrays | {
-        name: jax.lax.all_gather(arrays[name], axes, axis=axis, tiled=True)
-        for name, (axis, axes) in split.gathered.items()
-        if axes
-    }
-    if split.shared:
-        gather = partial(jax.lax.all_gather, axis_name=split.shared, axis=split.axis, tiled=True)
+    arrays = dict(arrays)
+    for name, (axis, axes) in own.gathered.items():
+        # Gathered here, their gradients are summed and split again by one collective.
+        if axes:
+            arrays[name] = jax.lax.all_gather(arrays[name], axes, axis=axis, tiled=True)
+    if own.shared:
+        gather = partial(jax.lax.all_gather, axis_name=own.shared, axis=own.axis, tiled=True)
         x, weights, experts = gather(x), gather(weights), gather(experts)
-    summed = tuple(axis for axis in (*split.experts, *split.hidden) if axis not in split.shared)
+    summed = tuple(axis for axis in (*own.experts, *own.hidden) if axis not in own.shared)
     if summed:
         # JAX loses the sum of the gradient of what is the same everywhere and gathered by indices
         # that are not.
         varying = partial(jax.lax.pcast, axis_name=summed, to="varying")
         x, weights, experts = varying(x), varying(weights), varying(experts)
-    if split.experts:
-        experts = experts - jax.lax.axis_index(split.experts) * len(arrays["gate"])
-    if (
-        split.hidden and "down bias" in arrays
-    ):  # is added once, not on each device that has a part of the sum
-        first = jax.lax.axis_index(split.hidden) == 0
-        arrays = {**arrays, "down bias": jnp.where(first, arrays["down bias"], 0)}
+    if own.experts:
+        experts = experts - jax.lax.axis_index(own.experts) * len(arrays["gate"])
+    # The bias is added once, not on each device that has a part of the sum.
+    if own.hidden and "down bias" in arrays:
+        first = jax.lax.axis_index(own.hidden) == 0
+        arrays["down bias"] = jnp.where(first, arrays["down bias"], 0)
     y = _by_token(compute, x, weights, experts, arrays)
-    y = jax.lax.psum(y, summed) if summed else y
-    if split.shared:
-        return jax.lax.psum_scatter(y, split.shared, scatter_dimension=split.axis, tiled=True)
+    if summed:
+        y = jax.lax.psum(y, summed)
+    if own.shared:
+        y = jax.lax.psum_scatter(y, own.shared, scatter_dimension=own.axis, tiled=True)
     return y
 
 
 def _by_token(
     compute: Compute, x: Array, weights: Array, experts: Array, arrays: Mapping[str, Array]
 ) -> Array:
-    tokens, weights, experts = (
-        array.reshape(-1, array.shape[-1]) for array in (x, weights, experts)
-    )
+    tokens = x.reshape(-1, x.shape[-1])
+    weights = weights.reshape(-1, weights.shape[-1])
+    experts = experts.reshape(-1, experts.shape[-1])
     return compute(tokens, weights, experts, arrays).reshape(x.shape)

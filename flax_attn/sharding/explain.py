@@ -47,12 +47,12 @@ class Explanation:
 
     def __str__(self) -> str:
         lines = [f"{self.backend or 'nothing'} runs on {self.platform}", *_lines(self.division)]
-        for name, reason in self.refusals.items():
-            note = (
-                reason
-                or f"can run, in about {self.memory[name] / 2**20:.1f} MiB beside inputs and output"
-            )
-            lines.append(f"{'->' if name == self.backend else '  '} {name:9}  {note}")
+        for name, note in self.refusals.items():
+            if note is None:
+                mib = self.memory[name] / 2**20
+                note = f"can run, in about {mib:.1f} MiB beside inputs and output"
+            sign = "->" if name == self.backend else "  "
+            lines.append(f"{sign} {name:9}  {note}")
         return "\n".join(lines)
 
 
@@ -88,15 +88,15 @@ def explain(
     leaves, structure = jax.tree.flatten((arrays | options, mask))
     # Arrays of a mask stay known where they are, as kernels may need them.
     of_mask = len(leaves) - len(jax.tree.leaves(mask))
-    abstract = [
-        leaf if _is_abstract(leaf) or (i < of_mask and isinstance(leaf, jax.Array)) else None
-        for i, leaf in enumerate(leaves)
-    ]
+    traced = {}
+    for i, leaf in enumerate(leaves):
+        if _is_abstract(leaf) or (i < of_mask and isinstance(leaf, jax.Array)):
+            traced[i] = leaf
     found = []
 
-    def trace(abstract: list[Array | None]) -> None:
-        pairs = zip(leaves, abstract, strict=True)
-        arguments, mask = structure.unflatten(leaf if x is None else x for leaf, x in pairs)
+    def trace(traced: dict[int, Array]) -> None:
+        own = [traced.get(i, leaf) for i, leaf in enumerate(leaves)]
+        arguments, mask = structure.unflatten(own)
         call = prepare(**arguments, mask=mask)
         division = divide(call, backend)
         if division is None:
@@ -104,7 +104,8 @@ def explain(
         else:
             found.append(_of_one_device(division, call, backend))
 
-    jax.eval_shape(trace, abstract)
+    # An explanation is no array: it leaves the trace beside it.
+    jax.eval_shape(trace, traced)
     return found[0]
 
 
@@ -146,32 +147,41 @@ class _Explainer(Kernel):
 
     def attend(self, call: Call) -> Array:
         self.found.append(_explain(call, self.backend))
-        return jnp.zeros((*call.query.shape[:3], call.value.shape[3]), call.query.dtype)
+        return _nothing(call)
 
     def attend_pieces(self, route: Route, shard: Shard, over: tuple[str, ...] = ()) -> Array:
         call = shard.as_call()
         reason = "attends to all keys at once, and here they lie on several devices"
-        refusals = {}
+        refusals: dict[str, str | None] = {}
         for name in BACKENDS:
-            able = load(name).in_parts
-            refusals[name] = refusal(load(name), call) if able else f"{name} {reason}"
+            one = load(name)
+            refusals[name] = refusal(one, call) if one.in_parts else f"{name} {reason}"
         chosen = for_parts(call)
         memory = {chosen.name: chosen.memory(call)}
         self.found.append(Explanation(chosen.name, call.platform, refusals, memory, ()))
-        return jnp.zeros((*call.query.shape[:3], call.value.shape[3]), call.query.dtype)
+        return _nothing(call)
+
+
+def _nothing(call: Call) -> Array:
+    *rows, _ = call.query.shape
+    return jnp.zeros((*rows, call.value.shape[3]), call.query.dtype)
 
 
 def _explain(call: Call, backend: str) -> Explanation:
-    refusals = {name: refusal(load(name), call) for name in BACKENDS}
-    memory = {name: load(name).memory(call) for name, reason in refusals.items() if reason is None}
+    refusals = {}
+    memory = {}
+    for name in BACKENDS:
+        refusals[name] = refusal(load(name), call)
+        if refusals[name] is None:
+            memory[name] = load(name).memory(call)
     try:
         chosen = choose(call, backend).name
     except Unsupported:
         chosen = None
-    before = takewhile(lambda name: name != chosen, BACKENDS)
-    wanted = (
-        name for name in before if runs_on(load(name), call.platform) and load(name).preferred(call)
-    )
-    return Explanation(
-        chosen, call.platform, refusals, memory, tuple(name for name in wanted if refusals[name])
-    )
+    passed_over = []
+    # The table is in the order of preference: `"auto"` asked those before the chosen one.
+    for name in takewhile(lambda name: name != chosen, BACKENDS):
+        one = load(name)
+        if refusals[name] and runs_on(one, call.platform) and one.preferred(call):
+            passed_over.append(name)
+    return Explanation(chosen, call.platform, refusals, memory, tuple(passed_over))

@@ -42,16 +42,20 @@ def on_devices(
         >>> on_devices(lambda x: 2 * x, mesh, jnp.ones((4, 3)), rows, rows).sum()
         Array(24., dtype=float32)
     """
+    # `shard_map` refuses arrays whose type says another split over Explicit axes.
     arrays = jax.tree.map(lambda x, to: place_by_type(x, mesh, to), arrays, specs)
+    is_set = not jax.sharding.get_abstract_mesh().empty
     sharded = jax.shard_map(
         function,
-        mesh=None if not jax.sharding.get_abstract_mesh().empty else mesh,
+        # It takes the mesh that was set by itself, and refuses another beside it.
+        mesh=None if is_set else mesh,
         in_specs=(specs,),
         out_specs=outputs,
         axis_names=set(free_axes(mesh) if axes is None else axes),
         check_vma=typed,
     )
-    return jax.jit(sharded)(arrays)  # a call outside of jax.jit would compile its parts one by one
+    # A call outside of `jax.jit` would compile its parts one by one.
+    return jax.jit(sharded)(arrays)
 
 
 def by_tokens(function: Callable[..., R], *arrays: Array) -> R:
@@ -68,12 +72,13 @@ def by_tokens(function: Callable[..., R], *arrays: Array) -> R:
     if mesh is None:
         return function(*arrays)
     tokens = PartitionSpec(*rows_of(arrays[0], mesh), None)
-    return on_devices(
-        lambda arrays: function(*arrays), mesh, arrays, (tokens,) * len(arrays), tokens
-    )
+    specs = (tokens,) * len(arrays)
+    return on_devices(lambda arrays: function(*arrays), mesh, arrays, specs, tokens)
 
 
 def rows_of(x: Array, mesh: Any) -> PartitionSpec:
     """Return how the axes of tokens `(..., features)` are split over a mesh, all but the last."""
+    # A sequence is a batch without its first axis, and of more axes the last two count.
     names = ("batch", "tokens")[max(0, 3 - x.ndim) :]
-    return spec((*[None] * (x.ndim - 1 - len(names)), *names), mesh, x.shape[:-1])
+    unnamed = [None] * (x.ndim - 1 - len(names))
+    return spec((*unnamed, *names), mesh, x.shape[:-1])

@@ -63,11 +63,11 @@ def context_parallel(
         Brandon et al. 2023, balance (arXiv:2311.09431).
     """
     given = {"strategy": strategy, "balance": balance, "order": order}
-    options = replace(
-        in_use(), **{name: value for name, value in given.items() if value is not None}
-    )
-    for name, choices in (("strategy", STRATEGIES), ("balance", BALANCES), ("order", ORDERS)):
-        check_choice(name, getattr(options, name), choices)
+    changes = {name: value for name, value in given.items() if value is not None}
+    options = replace(in_use(), **changes)
+    check_choice("strategy", options.strategy, STRATEGIES)
+    check_choice("balance", options.balance, BALANCES)
+    check_choice("order", options.order, ORDERS)
     if options.order == "zigzag" and options.balance == "none":
         raise ValueError(
             'order="zigzag" is balanced; got balance="none". Pass balance="auto", or'

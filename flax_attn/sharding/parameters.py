@@ -33,11 +33,10 @@ def named(*axes: str | None, unit: tuple[int, ...] = ()) -> dict[str, Any]:
         >>> nnx.Param(jnp.ones((3, 4)), **named("embed", "hidden")).out_sharding
         ('embed', 'hidden')
     """
-    return {
-        "out_sharding": axes,
-        "eager_sharding": False,
-        **({UNIT: unit} if max(unit, default=1) > 1 else {}),
-    }
+    found: dict[str, Any] = {"out_sharding": axes, "eager_sharding": False}
+    if max(unit, default=1) > 1:
+        found[UNIT] = unit
+    return found
 
 
 def name_first_axis(variable: nnx.Variable) -> None:
@@ -161,6 +160,7 @@ def create(build: Callable[..., M], mesh: Any, *modules: nnx.Pytree) -> M:
     def run(state: Any) -> M:
         return build(*nnx.merge(graph, state))
 
+    # Traced twice: the shardings follow from the shapes, and must be known to compile.
     shapes = abstract(run, state)
     where = shardings(shapes, mesh)
     warn_of_whole(nnx.state(shapes), mesh)

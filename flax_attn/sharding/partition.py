@@ -62,7 +62,7 @@ class Division:
 
     def size(self, axes: tuple[str, ...]) -> int:
         """Return over how many devices these axes divide."""
-        return prod(self.mesh.shape[axis] for axis in axes)
+        return _size(self.mesh, axes)
 
 
 def divide(call: Call, backend: str = "auto") -> Division | None:
@@ -89,40 +89,45 @@ def divide(call: Call, backend: str = "auto") -> Division | None:
     k, tokens = call.key.shape[2], found["tokens"]
     batch = _split(mesh, "batch", "rows", found["batch"], b)
     heads = _split(mesh, "heads", "query heads", found["heads"], n)
-    if few and s % prod(mesh.shape[axis] for axis in tokens):
+    if few and s % _size(mesh, tokens):
         tokens = ()  # a cache whose capacity does not divide is on every device
-    queries = () if few else _split(mesh, "tokens", "query tokens", tokens, t)
+    queries = ()
+    if not few:
+        queries = _split(mesh, "tokens", "query tokens", tokens, t)
     keys = _split(mesh, "tokens", "key tokens", tokens, s)
-    over = prod(mesh.shape[axis] for axis in heads)
+    # The least number of copies that the devices divide.
+    over = _size(mesh, heads)
     copies = lcm(k, over) // k
     division = Division(mesh, batch, heads, queries, keys, copies)
     if not keys:
         return division
     if not queries:
-        return _changed(division, "merge", "the queries are few: each device attends to its keys")
+        reason = "the queries are few: each device attends to its keys"
+        return replace(division, strategy="merge", reason=reason)
     return _with_strategy(division, call, backend, in_use(), n // over, k * copies // over)
 
 
+def _size(mesh: Any, axes: tuple[str, ...]) -> int:
+    return prod(mesh.shape[axis] for axis in axes)
+
+
 def _split(mesh: Any, name: str, what: str, axes: tuple[str, ...], size: int) -> tuple[str, ...]:
-    devices = prod(mesh.shape[axis] for axis in axes)
+    devices = _size(mesh, axes)
     if size == 1 or devices == 1:  # one row, head or token is on every device
         return ()
     if size % devices:
-        remedy = {
+        remedies = {
             "rows": f"Pass a batch of a multiple of {devices} rows",
             "query heads": "Use fewer devices for them",
-        }.get(what, f"Add {-size % devices} tokens of padding and hide them with Mask.lengths")
+        }
+        padding = f"Add {-size % devices} tokens of padding and hide them with Mask.lengths"
+        remedy = remedies.get(what, padding)
+        sizes = " x ".join(f"{axis}={mesh.shape[axis]}" for axis in axes)
         raise IndivisibleError(
-            f"the mesh splits {name} over"
-            f" {' x '.join(f'{axis}={mesh.shape[axis]}' for axis in axes)}, which must divide the"
-            f" {size} {what}. {remedy}, or leave them whole: with"
-            f" flax_attn.sharding.rules({name}=None)"
+            f"the mesh splits {name} over {sizes}, which must divide the {size} {what}. {remedy},"
+            f" or leave them whole: with flax_attn.sharding.rules({name}=None)"
         )
     return axes
-
-
-def _changed(division: Division, strategy: str, reason: str, **changes: Any) -> Division:
-    return replace(division, strategy=strategy, reason=reason, **changes)
 
 
 def _with_strategy(
@@ -148,8 +153,14 @@ def _with_strategy(
             f' of the keys, which {backend} does not. Pass backend="auto", or'
             ' strategy="all_gather"'
         )
-    balanced, ordered = _balanced(call, options, strategy, devices), options.order == "zigzag"
-    return _changed(division, strategy, reason, within=within, balanced=balanced, ordered=ordered)
+    return replace(
+        division,
+        strategy=strategy,
+        reason=reason,
+        within=within,
+        balanced=_balanced(call, options, strategy, devices),
+        ordered=options.order == "zigzag",
+    )
 
 
 def _in_parts(backend: str) -> bool:
@@ -161,26 +172,17 @@ def _chosen(call: Call, backend: str, devices: int, n: int, k: int) -> tuple[str
     (low, high), _ = call.mask.split_band()
     within = gcd(devices, n, k)
     share = t // devices
+    divided = f"{devices} devices divide the {n} heads"
     if not _in_parts(backend):
         if n % devices == 0:
-            return (
-                "ulysses",
-                f"{backend} needs whole sequences, and {devices} devices divide the {n} heads",
-            )
+            return "ulysses", f"{backend} needs whole sequences, and {divided}"
         return "all_gather", f"{backend} needs all keys"
+    # A window no wider than a piece reaches into one neighbour: nothing sends less.
     if low is not None and high is not None and high - low <= share:
-        return (
-            "ring",
-            (
-                f"the mask shows {high - low + 1} keys, so only pieces of neighbours of {share}"
-                " tokens are sent"
-            ),
-        )
+        shown = f"the mask shows {high - low + 1} keys"
+        return "ring", f"{shown}, so only pieces of neighbours of {share} tokens are sent"
     if n % devices == 0:
-        return (
-            "ulysses",
-            f"{devices} devices divide the {n} heads, so that each runs the backend of one device",
-        )
+        return "ulysses", f"{divided}, so that each runs the backend of one device"
     if within > 1:
         return "ulysses+ring", f"{within} neighbours divide the {n} query and {k} key/value heads"
     return "ring", f"{devices} devices and {k} key/value heads have no common divisor"
@@ -195,6 +197,8 @@ def _balanced(call: Call, options: ContextOptions, strategy: str, devices: int) 
             )
         check_pieces(t, devices)
         return True
+    if options.balance != "auto" or strategy == "ulysses":
+        return False
+    # Of a window every device has the same work as it is.
     (low, high), _ = call.mask.split_band()
-    causal = high is not None and low is None and t == s and t % (2 * devices) == 0
-    return options.balance == "auto" and strategy != "ulysses" and causal
+    return high is not None and low is None and t == s and t % (2 * devices) == 0

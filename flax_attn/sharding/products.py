@@ -29,14 +29,14 @@ def sharded_dot_general(x: Array, matrix: Array, dimension_numbers: Any, **optio
     if AxisType.Explicit not in mesh.axis_types:
         return jax.lax.dot_general(x, matrix, dimension_numbers, **options)
     (_, (contracted,)), _ = dimension_numbers
-    *tokens, summed = _entries(x)
-    taken = {axis for entry in (*tokens, summed) for axis in axes_in(entry)}
-    kept = (
-        tuple(axis for axis in axes_in(_entries(matrix)[1 - contracted]) if axis not in taken)
-        or None
-    )
-    of_matrix = (summed, kept) if contracted == 0 else (kept, summed)
-    matrix = jax.sharding.reshard(matrix, NamedSharding(mesh, PartitionSpec(*of_matrix)))
+    entries = _entries(x)
+    *tokens, summed = entries
+    taken = {axis for entry in entries for axis in axes_in(entry)}
+    own = axes_in(_entries(matrix)[1 - contracted])
+    # An axis that splits tokens cannot split the last axis of the result as well.
+    kept = tuple(axis for axis in own if axis not in taken) or None
+    of_matrix = PartitionSpec(summed, kept) if contracted == 0 else PartitionSpec(kept, summed)
+    matrix = jax.sharding.reshard(matrix, NamedSharding(mesh, of_matrix))
     options["out_sharding"] = NamedSharding(mesh, PartitionSpec(*tokens, kept))
     return jax.lax.dot_general(x, matrix, dimension_numbers, **options)
 
@@ -58,4 +58,6 @@ def sharding_of_rows(ids: Array, table: Array) -> NamedSharding | None:
 def _entries(x: Array) -> tuple[Any, ...]:
     """Return for each axis of an array the mesh axes that it is split over by its type."""
     entries = tuple(jax.typeof(x).sharding.spec)
-    return (*entries, *[None] * (x.ndim - len(entries)))
+    # A spec may leave out the last axes, which are whole.
+    whole = [None] * (x.ndim - len(entries))
+    return (*entries, *whole)

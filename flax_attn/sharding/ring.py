@@ -62,10 +62,10 @@ def _forward(
 
         return sums, route.where_needed(j, with_piece, done)
 
-    nothing = Softmax.over_nothing(
-        call.query, call.value.shape[3], accumulation_dtype(call.query.dtype)
-    )
+    dtype = accumulation_dtype(call.query.dtype)
+    nothing = Softmax.over_nothing(call.query, call.value.shape[3], dtype)
     _, done = _over_pieces(route, (call.key, call.value), step, (), nothing)
+    # Sinks come last: they are in the denominator once, not once for each piece.
     done = done.fold_over(over).with_sinks(call.sinks)
     return done.output, (shard, done)
 
@@ -86,17 +86,19 @@ def _backward(
     def step(j, piece, sums, own):
         def with_piece():
             cols = route.keys_of(j)
-            share = backend.backward(_with_keys(shard, piece, cols), done, cotangent)
+            with_keys = _with_keys(shard, piece, cols)
+            share = backend.backward(with_keys, done, cotangent)
             d_piece = share.key, share.value
             return jax.tree.map(jnp.add, sums, d_piece), _add(own, share, cols)
 
         return route.where_needed(j, with_piece, (sums, own))
 
+    # In the dtype of the accumulation: each piece adds its share to them.
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, done.output.dtype), call.floats)
     own = zeros._replace(key=None, value=None, sinks=None)
-    (d_key, d_value), own = _over_pieces(
-        route, (call.key, call.value), step, (zeros.key, zeros.value), own
-    )
+    pieces = call.key, call.value
+    sums, own = _over_pieces(route, pieces, step, (zeros.key, zeros.value), own)
+    d_key, d_value = sums
     d_call = call.cotangent(own._replace(key=d_key, value=d_value, sinks=d_sinks))
     without_gradients = jax.tree.map(lambda x: None, shard)
     return (replace(without_gradients, call=d_call),)
@@ -115,10 +117,12 @@ def _with_keys(shard: Shard, piece: tuple[Array, Array], cols: Places) -> Call:
 def _add(own: Floats, share: Floats, cols: Places) -> Floats:
     """Return the gradients that stay on their device, with the share of some keys."""
     d_bias = own.bias
+    # A device has the bias of all keys, and these are some of them.
     if own.bias is not None and share.bias is not None:
         d_bias = cols.put(own.bias, share.bias, 3)
     rest = share._replace(key=None, value=None, bias=None)
-    return jax.tree.map(jnp.add, own._replace(bias=None), rest)._replace(bias=d_bias)
+    added = jax.tree.map(jnp.add, own._replace(bias=None), rest)
+    return added._replace(bias=d_bias)
 
 
 def _over_pieces(route: Route, pieces: Any, step: Any, sums: Any, carry: Any) -> tuple[Any, Any]:

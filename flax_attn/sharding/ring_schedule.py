@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import product
 from typing import Any, TypeVar
 
 import jax
@@ -42,15 +41,18 @@ class Route:
     @property
     def hops(self) -> tuple[int, int]:
         """How far a piece must travel, up and down the ring, to meet every device that needs it."""
-        steps = set()
+        steps = {0}
         for i, needed in enumerate(self.needed):
-            steps.update((i - j) % self.size for j in range(self.size) if needed[j])
+            for j in range(self.size):
+                if needed[j]:
+                    steps.add((i - j) % self.size)
         # So many steps up the ring, or fewer and the rest down: the least in all, and then down.
-        ways = []
-        for down in range(self.size):
-            up = max((step for step in steps if step < self.size - down), default=0)
-            ways.append((up, down))
-        return min(ways, key=lambda way: (sum(way), way[1]))
+        best = max(steps), 0
+        for down in range(1, self.size):
+            up = max(step for step in steps if step < self.size - down)
+            if up + down < sum(best):
+                best = up, down
+        return best
 
     @property
     def place(self) -> Array:
@@ -59,9 +61,8 @@ class Route:
 
     def keys_of(self, place: Any) -> Places:
         """Return where the keys of the piece of a place stand."""
-        return Places(
-            jnp.stack(starts(place, self.size, self.runs, self.keys)), self.keys // self.runs
-        )
+        begin = starts(place, self.size, self.runs, self.keys)
+        return Places(jnp.stack(begin), self.keys // self.runs)
 
     def send(self, pieces: T, hops: int, last: int | None = None) -> T:
         """Return pieces after so many hops up the ring, or down if negative.
@@ -69,24 +70,30 @@ class Route:
         With `last`, how many hops a piece makes in all, those that no device beyond needs are not
         sent.
         """
-        return jax.tree.map(lambda x: lax.ppermute(x, self.axes, self._pairs(hops, last)), pieces)
+        pairs = self._pairs(hops, last)
+        return jax.tree.map(lambda x: lax.ppermute(x, self.axes, pairs), pieces)
 
     def _pairs(self, hops: int, last: int | None) -> list[tuple[int, int]]:
         pairs = []
         for i in range(self.size):
             to = (i + hops) % self.size
             if last is None or self._wanted(to, hops, last):
-                first, first_to = i * self.within, to * self.within
-                pairs += [(first + member, first_to + member) for member in range(self.within)]
+                # Each member of a place has its own heads, and sends to its like.
+                for member in range(self.within):
+                    source = i * self.within + member
+                    target = to * self.within + member
+                    pairs.append((source, target))
         return pairs
 
     def _wanted(self, place: int, direction: int, last: int) -> bool:
-        # Whether a piece that reaches this place after some hops is needed here or further on.
+        """Whether a piece that reaches this place after some hops is needed here or further on."""
+        # One program sends all hops of the loop, so that a pair must do for each of them.
         for hop in range(1, last + 1):
             home = (place - direction * hop) % self.size
-            further = range(last - hop + 1)
-            if any(self.needed[(place + direction * more) % self.size][home] for more in further):
-                return True
+            for more in range(last - hop + 1):
+                further = (place + direction * more) % self.size
+                if self.needed[further][home]:
+                    return True
         return False
 
     def travel(
@@ -107,26 +114,38 @@ class Route:
             carry: values to add up on this device.
             own: whether the device's own pieces are the first.
         """
-        last, first = self.hops[0 if direction == 1 else 1], 0 if own else 1
+        up, down = self.hops
+        last = up if direction == 1 else down
+        first = 0
         if not own:
+            first = 1
             pieces = self.send(pieces, direction, last)
+
+        def home(i):
+            return (self.place - direction * i) % self.size
 
         def hop(i, state):
             pieces, sums, carry = state
+            # Sent before `step` reads it: XLA overlaps what does not depend on each other.
             coming = self.send(pieces, direction, last)
-            sums, carry = step((self.place - direction * i) % self.size, pieces, sums, carry)
+            sums, carry = step(home(i), pieces, sums, carry)
             return coming, self.send(sums, direction), carry
 
         if first < last:
-            pieces, sums, carry = lax.fori_loop(first, last, hop, (pieces, sums, carry))
-        sums, carry = step((self.place - direction * last) % self.size, pieces, sums, carry)
-        return (self.send(sums, -direction * last) if last else sums), carry
+            state = pieces, sums, carry
+            pieces, sums, carry = lax.fori_loop(first, last, hop, state)
+        # Outside of the loop, as the last piece is sent no further.
+        sums, carry = step(home(last), pieces, sums, carry)
+        if last:
+            sums = self.send(sums, -direction * last)
+        return sums, carry
 
     def where_needed(self, j: Any, compute: Callable[[], T], otherwise: T) -> T:
         """Return `compute()` if this device needs the piece of place `j`, else `otherwise`."""
-        if all(map(all, self.needed)):
+        table = np.array(self.needed)
+        if table.all():
             return compute()
-        needed = jnp.asarray(np.array(self.needed))[self.place, j]
+        needed = jnp.asarray(table)[self.place, j]
         return lax.cond(needed, compute, lambda: otherwise)
 
 
@@ -138,28 +157,30 @@ def make_route(
     It follows what the mask is known to hide before tracing.
     """
     runs = 2 if ordered else 1
+    # A part that holds arrays may hide anything: of it nothing is known before it is run.
     known = Mask(tuple(part for part in mask.parts if not jax.tree.leaves(part)))
-
-    def sees(row: int, col: int) -> bool:
-        found = known.kv_range(row, row + t // runs - 1, size * s)
-        return bool(found.start < col + s // runs and found.stop > col)
-
-    def needs(i: int, j: int) -> bool:
-        pieces = product(starts(i, size, runs, t), starts(j, size, runs, s))
-        return any(sees(row, col) for row, col in pieces)
-
-    needed = tuple(tuple(needs(i, j) for j in range(size)) for i in range(size))
-    return Route(axes, size, within, runs, s, needed)
+    needed = np.zeros((size, size), bool)
+    for i, j in np.ndindex(size, size):
+        for row in starts(i, size, runs, t):
+            found = known.kv_range(row, row + t // runs - 1, size * s)
+            for col in starts(j, size, runs, s):
+                needed[i, j] |= found.start < col + s // runs and found.stop > col
+    return Route(axes, size, within, runs, s, _frozen(needed))
 
 
 def stay(axes: tuple[str, ...], size: int, keys: int) -> Route:
     """Return the route of pieces that no other device needs."""
-    needed = tuple(tuple(i == j for j in range(size)) for i in range(size))
-    return Route(axes, size, 1, 1, keys, needed)
+    return Route(axes, size, 1, 1, keys, _frozen(np.eye(size, dtype=bool)))
+
+
+def _frozen(table: np.ndarray) -> tuple[tuple[bool, ...], ...]:
+    # Routes are static arguments of compiled functions, which hash them.
+    return tuple(tuple(row) for row in table.tolist())
 
 
 def starts(place: Any, size: int, runs: int, tokens: int) -> tuple[Any, ...]:
     """Return where the runs of tokens of a place begin."""
     if runs == 1:
         return (place * tokens,)
-    return place * (tokens // 2), (2 * size - 1 - place) * (tokens // 2)
+    piece = tokens // 2
+    return place * piece, (2 * size - 1 - place) * piece

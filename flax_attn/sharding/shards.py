@@ -39,18 +39,21 @@ class Shard:
         """Return the shard as a call of its own."""
         call = self.call
         _, _, t, s = call.shape
-        rows, cols = self.rows or whole(t), self.cols or whole(s)
-        mask, bias, dropout, score = call.mask, call.bias, call.dropout, call.score
-        if not (self.rows is None and self.cols is None):
-            places = {"rows": rows, "cols": cols, "s": self.s}
-            mask = Mask(tuple(PlacedPart(part, **places) for part in mask.parts))
-        if bias is not None and self.cols is not None:
-            bias = self.cols.take(bias, 3)
-        if dropout is not None:
-            dropout = PlacedDropout(dropout.rate, dropout.key, (self.b, self.n, rows, cols))
-        if score is not None:
-            score = score.placed(rows, cols)
-        return replace(call, mask=mask, bias=bias, dropout=dropout, score=score)
+        rows = self.rows or whole(t)
+        cols = self.cols or whole(s)
+        # A mask that is asked by its own indices keeps its structure for the kernels.
+        if self.rows is not None or self.cols is not None:
+            parts = [PlacedPart(part, rows=rows, cols=cols, s=self.s) for part in call.mask.parts]
+            call = replace(call, mask=Mask(tuple(parts)))
+        if call.bias is not None and self.cols is not None:
+            call = replace(call, bias=self.cols.take(call.bias, 3))
+        if call.dropout is not None:
+            places = self.b, self.n, rows, cols
+            dropout = PlacedDropout(call.dropout.rate, call.dropout.key, places)
+            call = replace(call, dropout=dropout)
+        if call.score is not None:
+            call = replace(call, score=call.score.placed(rows, cols))
+        return call
 
 
 def whole(size: int) -> Places:

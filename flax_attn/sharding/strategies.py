@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import gcd
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array
 
 from flax_attn.backends.call import Call
@@ -58,6 +60,7 @@ def attend_shard(division: Division, kernel: Kernel, shard: Shard) -> Array:
 def _exchanged(division: Division, shard: Shard) -> Shard:
     call, bias, axes = shard.call, shard.call.bias, division.keys
     arrays = {name: exchange(getattr(call, name), axes) for name in ("query", "key", "value")}
+    # Its rows are of the device's queries; its columns are of all keys, in their own order.
     if bias is not None and bias.shape[2] > 1:
         bias = exchange(bias, axes, 2)
     places = zigzag_places(axes, call.shape[2])
@@ -71,16 +74,17 @@ def _over_tokens(division: Division, kernel: Kernel, shard: Shard) -> Array:
         return _around_the_ring(division, kernel, shard)
     divided = _with_all_tokens(division, shard)
     if _whole(division):
-        return _to_tokens(division, kernel.attend(divided.as_call()))
-    return _to_tokens(division, _around_the_ring(division, kernel, divided))
+        output = kernel.attend(divided.as_call())
+    else:
+        output = _around_the_ring(division, kernel, divided)
+    return _to_tokens(division, output)
 
 
 def _around_the_ring(division: Division, kernel: Kernel, shard: Shard) -> Array:
     _, _, t, s = shard.call.shape
-    size = division.size(division.keys) // division.within
-    route = make_route(
-        division.keys, size, division.within, division.ordered, shard.call.mask, t, s
-    )
+    axes, within, ordered = division.keys, division.within, division.ordered
+    size = division.size(axes) // within
+    route = make_route(axes, size, within, ordered, shard.call.mask, t, s)
     return kernel.attend_pieces(route, shard)
 
 
@@ -96,43 +100,49 @@ def _whole(division: Division) -> bool:
 
 def _with_all_keys(division: Division, shard: Shard) -> Shard:
     axes = division.keys
-    key, value = (
-        jax.lax.all_gather(x, axes, axis=1, tiled=True) for x in (shard.call.key, shard.call.value)
-    )
-    if division.ordered:
-        key, value = (joined(x, division.size(axes)) for x in (key, value))
-    return replace(shard, call=replace(shard.call, key=key, value=value), cols=None)
+
+    def gather(x: Array) -> Array:
+        x = jax.lax.all_gather(x, axes, axis=1, tiled=True)
+        return joined(x, division.size(axes)) if division.ordered else x
+
+    call = shard.call
+    call = replace(call, key=gather(call.key), value=gather(call.value))
+    return replace(shard, call=call, cols=None)
 
 
 def _with_all_tokens(division: Division, shard: Shard) -> Shard:
     """Return a shard with all tokens of `within` neighbours and a share of their heads."""
-    call, within = shard.call, division.within
-    copies = within // gcd(call.key.shape[2], within)
-    key, value = (
-        jnp.repeat(x, copies, axis=2) if copies > 1 else x for x in (call.key, call.value)
-    )
-    query, key, value = (_to_heads(division, x, 2, 1) for x in (call.query, key, value))
+    call, within, t = shard.call, division.within, shard.call.shape[2]
+    key, value = call.key, call.value
+    # Fewer heads than neighbours are copied, so that each neighbour gets one.
+    copies = within // gcd(key.shape[2], within)
+    if copies > 1:
+        key = jnp.repeat(key, copies, axis=2)
+        value = jnp.repeat(value, copies, axis=2)
+    query = _to_heads(division, call.query, 2, 1)
+    key = _to_heads(division, key, 2, 1)
+    value = _to_heads(division, value, 2, 1)
     n = query.shape[2]
-    heads = Places((jax.lax.axis_index(division.keys) % within * n)[None], n)
-    parts = (
-        PlacedPart(part, n=heads) if _differs_by_head(part) else part for part in call.mask.parts
-    )
-    bias = None if call.bias is None else _bias_of_heads(division, call.bias, call.shape[2], heads)
-    call = replace(
-        call,
-        query=query,
-        key=key,
-        value=value,
-        bias=bias,
-        score=None if call.score is None else replace(call.score, n=heads.take(call.score.n, 0)),
-        mask=Mask(tuple(parts)),
-        **_of_heads(call, heads),
-    )
-    rows, cols = (
-        None if _whole(division) else _group_places(division, x.shape[1]) for x in (query, key)
-    )
-    own = {"n": Places(shard.n.starts + heads.starts, n), "rows": rows, "cols": cols}
-    return replace(shard, call=call, **own)
+    first = jax.lax.axis_index(division.keys) % within * n
+    heads = Places(first[None], n)
+    parts = []
+    for part in call.mask.parts:
+        if _differs_by_head(part):
+            part = PlacedPart(part, n=heads)
+        parts.append(part)
+    changes: dict[str, Any] = _of_heads(call, heads)
+    if call.bias is not None:
+        changes["bias"] = _bias_of_heads(division, call.bias, t, heads)
+    if call.score is not None:
+        changes["score"] = replace(call.score, n=heads.take(call.score.n, 0))
+    call = replace(call, query=query, key=key, value=value, mask=Mask(tuple(parts)), **changes)
+    rows = cols = None
+    if not _whole(division):
+        rows = _group_places(division, query.shape[1])
+        cols = _group_places(division, key.shape[1])
+    # `heads` counts among the heads of this device, and the shard among those of the call.
+    n_places = Places(shard.n.starts + heads.starts, n)
+    return replace(shard, call=call, n=n_places, rows=rows, cols=cols)
 
 
 def _of_heads(call: Call, heads: Places) -> dict[str, Array]:
@@ -154,6 +164,7 @@ def _bias_of_heads(division: Division, bias: Array, t: int, heads: Places) -> Ar
         return heads.take(bias, 1)
     if bias.shape[1] > 1:
         return _to_heads(division, bias, 1, 2)
+    # One head for all: there is nothing to exchange for the rows of the neighbours.
     axes, groups = division.keys, _groups(division)
     gathered = jax.lax.all_gather(bias, axes, axis=2, tiled=True, axis_index_groups=groups)
     return joined(gathered, division.within, 2) if division.ordered else gathered
@@ -167,23 +178,20 @@ def _group_places(division: Division, size: int) -> Places:
 
 
 def _groups(division: Division) -> list[list[int]] | None:
+    if _whole(division):
+        return None
     devices, within = division.size(division.keys), division.within
-    return (
-        None
-        if _whole(division)
-        else [[*range(first, first + within)] for first in range(0, devices, within)]
-    )
+    return np.arange(devices).reshape(-1, within).tolist()
 
 
 def _to_heads(division: Division, x: Array, heads: int, tokens: int) -> Array:
-    x = jax.lax.all_to_all(
-        x, division.keys, heads, tokens, tiled=True, axis_index_groups=_groups(division)
-    )
+    axes, groups = division.keys, _groups(division)
+    x = jax.lax.all_to_all(x, axes, heads, tokens, tiled=True, axis_index_groups=groups)
     return joined(x, division.within, tokens) if division.ordered else x
 
 
 def _to_tokens(division: Division, x: Array) -> Array:
-    x = unjoined(x, division.within) if division.ordered else x
-    return jax.lax.all_to_all(
-        x, division.keys, 1, 2, tiled=True, axis_index_groups=_groups(division)
-    )
+    axes, groups = division.keys, _groups(division)
+    if division.ordered:
+        x = unjoined(x, division.within)
+    return jax.lax.all_to_all(x, axes, 1, 2, tiled=True, axis_index_groups=groups)

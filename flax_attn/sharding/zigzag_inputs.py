@@ -33,7 +33,9 @@ def arranged(x: Array) -> Array:
     """
     if in_use().order == "natural":
         return x
-    whole = constrain(x, *["batch", None][-x.ndim :])
+    # Whole first: to move pieces between devices XLA would gather them in any case.
+    names = ["batch", None][-x.ndim :]
+    whole = constrain(x, *names)
     return constrain(zigzag(whole, _devices(), x.ndim - 1), "batch", "tokens")
 
 
@@ -76,11 +78,13 @@ def arranged_dropout(dropout: KeyedDropout, t: int) -> KeyedDropout:
     """
     if in_use().order == "natural":
         return dropout
-    order = pieces(_devices())
+    order = np.array(pieces(_devices()), np.int32)
     size = t // len(order)
+    tokens = Places(order * size, size)
+    # Rows, heads and features stay where they are.
     same = Places(np.zeros(1, np.int32), 1)
-    tokens = Places(np.array(order, np.int32) * size, size)
-    return PlacedDropout(dropout.rate, dropout.key, (same, same, tokens, same))
+    places = same, same, tokens, same
+    return PlacedDropout(dropout.rate, dropout.key, places)
 
 
 def _devices() -> int:

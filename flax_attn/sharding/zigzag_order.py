@@ -61,8 +61,10 @@ def _reorder(x: Any, order: list[int], axis: int, devices: int) -> Any:
     check_positive(devices=devices)
     check_pieces(x.shape[axis], devices)
     size = x.shape[axis] // len(order)
-    split = x.reshape(*x.shape[:axis], len(order), size, *x.shape[axis:][1:])
-    return split.take(np.array(order), axis=axis).reshape(x.shape)
+    # `axis` may count from the end, where `axis + 1` may be 0.
+    before, behind = x.shape[:axis], x.shape[axis:][1:]
+    split = x.reshape(*before, len(order), size, *behind)
+    return split.take(np.array(order), axis=len(before)).reshape(x.shape)
 
 
 def check_pieces(tokens: int, devices: int) -> None:
@@ -82,51 +84,52 @@ def exchange(x: Array, axis_name: tuple[str, ...], axis: int = 1) -> Array:
     Every device has two neighbouring pieces, one even and one odd, and sends each to the device
     that has it in zigzag.
     """
-    devices = jax.lax.axis_size(axis_name)
-    parts = jnp.split(x, 2, axis)
-    even, odd = (
-        jax.lax.ppermute(
-            part, axis_name, [(i, _device_of(2 * i + parity, devices)) for i in range(devices)]
-        )
-        for parity, part in enumerate(parts)
-    )
+    to_even, to_odd = _targets(jax.lax.axis_size(axis_name))
+    even, odd = jnp.split(x, 2, axis)
+    even = jax.lax.ppermute(even, axis_name, list(enumerate(to_even)))
+    odd = jax.lax.ppermute(odd, axis_name, list(enumerate(to_odd)))
     return jnp.concatenate(_swapped_if_odd(even, odd, axis_name), axis)
 
 
 def exchange_back(x: Array, axis_name: tuple[str, ...], axis: int = 1) -> Array:
     """Move a device's tokens from zigzag order to their own: the inverse of `exchange`."""
-    devices = jax.lax.axis_size(axis_name)
+    to_even, to_odd = _targets(jax.lax.axis_size(axis_name))
     early, late = jnp.split(x, 2, axis)
-    parts = _swapped_if_odd(early, late, axis_name)
-    parts = (
-        jax.lax.ppermute(
-            part, axis_name, [(_device_of(2 * i + parity, devices), i) for i in range(devices)]
-        )
-        for parity, part in enumerate(parts)
-    )
-    return jnp.concatenate(list(parts), axis)
+    even, odd = _swapped_if_odd(early, late, axis_name)
+    even = jax.lax.ppermute(even, axis_name, [(to, i) for i, to in enumerate(to_even)])
+    odd = jax.lax.ppermute(odd, axis_name, [(to, i) for i, to in enumerate(to_odd)])
+    return jnp.concatenate([even, odd], axis)
 
 
 def zigzag_places(axis_name: tuple[str, ...], size: int, within: int = 1) -> Places:
     """Return the places in zigzag order of a device's `size` tokens, or of `within` neighbours'."""
-    devices, first = jax.lax.axis_size(axis_name), jax.lax.axis_index(axis_name) // within * within
+    devices = jax.lax.axis_size(axis_name)
+    first = jax.lax.axis_index(axis_name) // within * within
+    # The early pieces of neighbours follow one another, and so do their late ones.
     piece = size // (2 * within)
-    return Places(jnp.stack([first, 2 * devices - within - first]) * piece, within * piece)
+    early, late = first, 2 * devices - within - first
+    return Places(jnp.stack([early, late]) * piece, within * piece)
 
 
 def joined(x: Array, devices: int, axis: int = 1) -> Array:
     """Put the tokens of neighbouring devices, joined in zigzag order, in their own order."""
-    return _reorder(x, [*range(0, 2 * devices, 2), *range(2 * devices - 1, 0, -2)], axis, devices)
+    return _reorder(x, _joined_order(devices), axis, devices)
 
 
 def unjoined(x: Array, devices: int, axis: int = 1) -> Array:
     """Return tokens in the order in which `joined` takes them: its inverse."""
-    order = [*range(0, 2 * devices, 2), *range(2 * devices - 1, 0, -2)]
-    return _reorder(x, np.argsort(order).tolist(), axis, devices)
+    return _reorder(x, np.argsort(_joined_order(devices)).tolist(), axis, devices)
 
 
-def _device_of(piece: int, devices: int) -> int:
-    return min(piece, 2 * devices - 1 - piece)
+def _joined_order(devices: int) -> list[int]:
+    # Each device brings an early and a late piece: all early ones, then the late ones backwards.
+    return [*range(0, 2 * devices, 2), *range(2 * devices - 1, 0, -2)]
+
+
+def _targets(devices: int) -> tuple[list[int], list[int]]:
+    """Return the device that has in zigzag order each device's even piece, and its odd one."""
+    found = [min(piece, 2 * devices - 1 - piece) for piece in range(2 * devices)]
+    return found[::2], found[1::2]
 
 
 def _swapped_if_odd(first: Array, second: Array, axis_name: tuple[str, ...]) -> list[Array]:

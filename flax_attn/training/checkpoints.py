@@ -77,6 +77,11 @@ class Checkpoints:
         self._saving: Thread | None = None
 
     @property
+    def _locks(self) -> bool:
+        # One process for all: the others wait for it inside Orbax.
+        return not self._remote and jax.process_index() == 0
+
+    @property
     def latest(self) -> int | None:
         """The step of the last complete checkpoint, whoever saved it; None where there is none."""
         self.wait()
@@ -99,12 +104,14 @@ class Checkpoints:
         """
         _check_step(step)
         _check_json(extra)
-        arrays = ocp.args.StandardSave(_arrays(model=model, optimizer=optimizer))
-        args = ocp.args.Composite(arrays=arrays, extra=ocp.args.JsonSave(extra))
+        arrays = _arrays(model=model, optimizer=optimizer)
+        args = ocp.args.Composite(
+            arrays=ocp.args.StandardSave(arrays), extra=ocp.args.JsonSave(extra)
+        )
         self.wait()
         # The lock is given back by the thread, when all is written, and not at the end of `with`.
         with ExitStack() as held:
-            if not self._remote and jax.process_index() == 0:
+            if self._locks:
                 self._keep_others_out(held)
             self._check_increases(step)
             self._manager.reload()  # what others have saved counts for what is deleted
@@ -199,7 +206,7 @@ class Checkpoints:
                 self._manager.wait_until_finished()
             except BaseException:
                 return  # `wait` raises it, where the run hears of it
-            if not self._remote and jax.process_index() == 0:
+            if self._locks:
                 shutil.rmtree(Path(self.folder, _DELETED), ignore_errors=True)
 
     def _check_increases(self, step: int) -> None:
@@ -216,10 +223,12 @@ class Checkpoints:
 
     def _differences(self, step: int, wanted: dict[str, jax.ShapeDtypeStruct]) -> list[str]:
         """Return a line for each array in which a checkpoint is not what is wanted."""
-        metadata = self._manager.item_metadata(step).arrays.tree
+        metadata = self._manager.item_metadata(step)
+        there = metadata.arrays.tree
+        names = there.keys() | wanted.keys()
         lines = []
-        for name in sorted(metadata.keys() | wanted.keys()):
-            saved = _describe(metadata, name)
+        for name in sorted(names):
+            saved = _describe(there, name)
             ours = _describe(wanted, name)
             if saved != ours:
                 lines.append(f"{name}: {saved} is saved, {ours} is wanted")
@@ -290,11 +299,14 @@ def _arrays(**nodes: Any) -> dict[str, Array]:
     """Return the arrays of all variables by dotted path; random stream keys are key data."""
     found = {}
     for node, module in nodes.items():
-        state = nnx.as_pure(nnx.state(module))
-        for path, value in nnx.to_flat_state(state):
+        state = nnx.state(module)
+        arrays = nnx.as_pure(state)
+        for path, array in nnx.to_flat_state(arrays):
             # Orbax stores numbers, and a key is no number to JAX.
-            array = jax.random.key_data(value) if _is_key(value) else value
-            found[_dotted(node, path)] = array
+            if _is_key(array):
+                array = jax.random.key_data(array)
+            name = _dotted(node, path)
+            found[name] = array
     return found
 
 
@@ -303,9 +315,12 @@ def _write(arrays: dict[str, Array], **nodes: Any) -> None:
     for node, module in nodes.items():
         state = nnx.state(module)
         for path, variable in nnx.to_flat_state(state):
-            array, old = arrays[_dotted(node, path)], variable.get_value()
+            name = _dotted(node, path)
+            array = arrays[name]
+            old = variable.get_value()
             if _is_key(old):
-                array = jax.random.wrap_key_data(array, impl=jax.random.key_impl(old))
+                kind = jax.random.key_impl(old)
+                array = jax.random.wrap_key_data(array, impl=kind)
             variable.set_value(array)
         # At once: a module is as it was, or as it was saved.
         nnx.update(module, state)

@@ -80,13 +80,16 @@ def float32_state(optimizer: optax.GradientTransformation) -> optax.GradientTran
         wide_updates, new_inner = inner.update(gradients, state.inner, wide, **extra)
         moved = optax.apply_updates(wide, wide_updates)
         leaves, tree = jax.tree.flatten(params)
-        steps, master = jax.tree.leaves(wide_updates), []
-        for i, (p, new) in enumerate(zip(leaves, jax.tree.leaves(moved), strict=True)):
+        copies = jax.tree.leaves(moved)
+        steps = jax.tree.leaves(wide_updates)
+        master = []
+        for i, p in enumerate(leaves):
             # A parameter of float32 or more takes the step as it is.
             if _is_low(p):
-                steps[i], copy = _follow(p, new)
+                steps[i], copy = _follow(p, copies[i])
                 master.append(copy)
-        return tree.unflatten(steps), Float32State(tuple(master), new_inner)
+        new_state = Float32State(tuple(master), new_inner)
+        return tree.unflatten(steps), new_state
 
     return optax.GradientTransformationExtraArgs(init, update)
 

@@ -43,9 +43,17 @@ def train_step(
         (2.4, True)
     """
     # Here, since inside of jit a length is not known, and could not be refused.
-    check_known_lengths(lengths, len(tokens) if tokens.ndim == 2 else 1, tokens.shape[-1])
-    options = {"lengths": lengths, "segments": segments, "dropout_key": dropout_key}
-    return compiled_step(model, optimizer, cast(Array, tokens), **options)
+    *batch, t = tokens.shape
+    b = batch[0] if batch else 1
+    check_known_lengths(lengths, b, t)
+    return compiled_step(
+        model,
+        optimizer,
+        cast(Array, tokens),
+        lengths=lengths,
+        segments=segments,
+        dropout_key=dropout_key,
+    )
 
 
 @partial(nnx.jit, donate_argnames=("model", "optimizer"))

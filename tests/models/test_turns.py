@@ -11,7 +11,7 @@ from flax import nnx
 from flax_attn import convert, from_pretrained, generate
 from flax_attn.models.diffllama import DiffLlama, DiffLlamaConfig
 from flax_attn.models.gemma2 import Gemma2, Gemma2Config
-from flax_attn.models.layer_pattern import in_turns
+from flax_attn.models.layer_pattern import group_by_pattern
 from flax_attn.models.modernbert import ModernBert, ModernBertConfig
 from flax_attn.models.t5 import T5, T5Config
 from flax_attn.models.whisper import Whisper, WhisperConfig
@@ -136,9 +136,9 @@ def test_folders_are_the_same(name, tmp_path, close):
 
 
 def test_layers_without_turns_are_refused():
-    assert in_turns([1, 2, 1, 2]) == ((0, 2), (1, 3))
+    assert group_by_pattern([1, 2, 1, 2]) == ((0, 2), (1, 3))
     with pytest.raises(
         ValueError,
         match=r"layer 1 differs from layer 0, .* and no turn is repeated to the last layer",
     ):
-        in_turns([1, 2, 1, 3])
+        group_by_pattern([1, 2, 1, 3])

@@ -6,15 +6,20 @@ from flax import nnx
 
 import flax_attn
 from flax_attn import (
+    Embedding,
+    Experts,
     FeedForward,
     LayerNorm,
+    Linear,
     MultiHeadAttention,
     MultiHeadAttentionWrapper,
+    Router,
     TransformerBlock,
     create_gpt2_attention,
     set_backend,
 )
 from flax_attn.backends.registry import load
+from flax_attn.native import library
 
 
 def block(rngs):
@@ -105,6 +110,47 @@ def test_set_backend_of_a_layer_itself_and_of_stacked_layers():
     for model in (layer, stack):
         set_backend(model, "blocked")
         assert backends(model) == ["blocked"]
+
+
+def primitives(function, *inputs):
+    """Return the text of a program, in which the kernels of the library have their names."""
+    # Wrapped anew: JAX keeps the trace of a function that it knows.
+    return str(jax.make_jaxpr(lambda *x: function(*x))(*inputs))
+
+
+@pytest.mark.skipif(library() is None, reason="the library was not built")
+def test_set_backend_decides_who_multiplies():
+    rngs = nnx.Rngs(0)
+    model = nnx.Module()
+    model.linear = Linear(6, 8, rngs=rngs)
+    model.table = Embedding(7, 6, rngs=rngs)
+    model.router = Router(6, num_experts=3, top_k=2, rngs=rngs)
+    model.experts = Experts(3, 6, 10, rngs=rngs)
+    model.att = MultiHeadAttention(6, 6, 9, 0.0, 2, rngs=rngs)
+    x = tokens()[0, :2]
+    products = {
+        "native_product": [model.linear, model.table.attend],
+        "native_grouped_product": [lambda x: model.experts(x, model.router(x))],
+    }
+    for backend, natively in [("auto", True), ("blocked", False), ("native", True)]:
+        set_backend(model, backend)
+        for name, functions in products.items():
+            for function in functions:
+                assert (f" {name}[" in primitives(function, x)) == natively
+
+
+def test_set_backend_changes_no_number_and_no_product_of_others(close):
+    rngs = nnx.Rngs(0)
+    model = nnx.Module()
+    model.linear = Linear(6, 8, rngs=rngs)
+    model.att = MultiHeadAttention(6, 6, 9, 0.0, 2, rngs=rngs)
+    x = tokens()[0, :2]
+    before = model.linear(x)
+    set_backend(model, "blocked")
+    close(model.linear(x), before)
+    model.linear.dot_general = jax.lax.dot_general
+    set_backend(model, "auto")
+    assert model.linear.dot_general is jax.lax.dot_general
 
 
 def test_a_changed_backend_is_traced_anew_and_only_once(calls, close):

@@ -66,10 +66,6 @@ class KVCache(Cache):
     Shapes:
         All without b for one sequence.
 
-    Raises:
-        ValueError: if tokens do not fit, a mask is not that of the whole sequence, or the capacity
-            is less than the window.
-
     Example:
         >>> cache = KVCache.zeros(2, 8, num_kv_heads=3, head_dim=4)
         >>> new = torch.ones((2, 5, 3, 4))
@@ -155,14 +151,7 @@ class KVCache(Cache):
         self.check_shapes({"key": (*heads, head_dim), "value": (*heads, value_dim)})
 
     def append(self, key: Key, value: Value, lengths: RowLengths = None) -> KVCache:
-        """Return the cache with new tokens behind the cached ones.
-
-        Args:
-            key: `(b, t, k, h)`, rotated by its positions already.
-            value: `(b, t, k, v)`.
-            lengths: how many of the new tokens of each row are real, `(b,)`; the rest is padding
-                and is not stored. None is all.
-        """
+        """Return the cache with new tokens behind the cached ones."""
         self._check_new(key, value)
         if key.ndim == 3:
             batched = self._batched().append(key[None], value[None], lengths)
@@ -183,16 +172,7 @@ class KVCache(Cache):
         mask: Mask | Tensor | None = None,
         lengths: RowLengths = None,
     ) -> Extended:
-        """Return what the queries of new tokens attend to, and the cache after them.
-
-        Args:
-            key: `(b, t, k, h)`, of the new tokens alone, rotated by its positions already.
-            value: `(b, t, k, v)`.
-            mask: mask of the whole sequence, of `(capacity, capacity)` tokens where it holds
-                arrays, the same in every call: the rows of the new tokens are taken from it. Slots
-                without a token are hidden in any case.
-            lengths: how many of the new tokens of each row are real, `(b,)`; None is all.
-        """
+        """Return what the queries of new tokens attend to, and the cache after them."""
         self._check_new(key, value)
         if key.ndim == 3:
             extended = self._batched().extend(key[None], value[None], mask, lengths)

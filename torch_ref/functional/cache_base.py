@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 from jaxtyping import Bool, Integer
@@ -66,8 +66,10 @@ class Cache:
     def arrays(self) -> Mapping[str, Any]:
         """What is stored, by the names of the fields: all but the length and what is static."""
         others = ("length", *self.static)
-        names = [field.name for field in dataclasses.fields(self)]  # pyright: ignore[reportArgumentType]
-        return {name: getattr(self, name) for name in names if name not in others}
+        # Subclasses are dataclasses, which the type of the base does not say.
+        fields = dataclasses.fields(cast(Any, self))
+        names = [field.name for field in fields if field.name not in others]
+        return {name: getattr(self, name) for name in names}
 
     def replace(self: C, **changes: Any) -> C:
         """Return the cache with other values of some fields."""

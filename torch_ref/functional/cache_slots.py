@@ -10,12 +10,6 @@ def token_slots(
 ) -> Integer[Tensor, "b t"]:
     """Return the slot of each new token; a token in slot `capacity` is not stored.
 
-    Args:
-        positions: positions of the tokens in their sequences, `(b, t)`.
-        count: how many tokens of each row are real, `(b,)`.
-        capacity: number of slots.
-        ring: whether the cache is a ring buffer, in which tokens overwrite those before them.
-
     Example:
         >>> token_slots(torch.tensor([[7, 8, 9]]), torch.tensor([3]), 2, ring=True)
         tensor([[2, 0, 1]])
@@ -24,6 +18,7 @@ def token_slots(
     count = count[:, None]
     stored = i < count
     if not ring:
+        # The slot behind the last one: what is written there is dropped.
         return torch.where(stored, positions, capacity)
     # Of tokens that share a slot, the last one is stored: the order of writes is not defined.
     stored = stored & (i >= count - capacity)

@@ -11,9 +11,6 @@ def create_causal_mask(
 ) -> Bool[Tensor, "t s"]:
     """Return the causal mask as an array, `True` = attend: `mask[i, j] = (j <= offset + i)`.
 
-    Raises:
-        ValueError: if t != s and no offset is given.
-
     Example:
         >>> create_causal_mask(3).int()
         tensor([[1, 0, 0],

@@ -26,20 +26,8 @@ class DeltaCache(Cache):
     There is no capacity, and so no token that does not fit: a row is
     `invalid` after a length outside `0 ... t` alone.
 
-    Args:
-        query: `(b, w - 1, k h)`, the last inputs of the convolution of queries.
-        key: `(b, w - 1, k h)`, the last inputs of the convolution of keys.
-        value: `(b, w - 1, n v)`, the last inputs of the convolution of values.
-        state: `(b, n, v, h)`, in at least float32.
-        length: how many tokens of each row were taken, `(b,)`; -1 in a row that is invalid. An
-            integer is for all.
-
     Shapes:
         All without b for one sequence.
-
-    Raises:
-        ValueError: if a size is not positive, or a length that is an integer lies outside `0 ...
-            t`.
 
     Example:
         >>> cache = DeltaCache.zeros(2, 4, num_heads=3, head_dim=6, value_dim=5)
@@ -118,14 +106,6 @@ def documents_of(
     """Read from a mask where documents begin among tokens, and how many tokens are real.
 
     Segments are documents one after another: an id that comes back begins another document.
-
-    Args:
-        mask: mask of the whole sequence: causal, segments and lengths.
-        positions: positions of the tokens in their sequences.
-        lengths: how many of the tokens are real; None is all.
-
-    Raises:
-        ValueError: if the mask has another part: a state knows neither windows nor single tokens.
 
     Example:
         >>> mask = Mask.segments(torch.tensor([[4, 4, 7, 7]])) & Mask.lengths(key=torch.tensor([3]))

@@ -14,12 +14,7 @@ from torch_ref.functional.shapes import RowLengths
 
 
 class Recurrence(NamedTuple):
-    """What a recurrent attention returns.
-
-    Args:
-        output: `(b, t, n, v)`, in the dtype of the value.
-        state: `(b, n, v, h)`, after the last token of each row, in at least float32.
-    """
+    """What a recurrent attention returns."""
 
     output: Float[Tensor, "*b t n v"]
     state: Float[Tensor, "*b n v h"]
@@ -48,26 +43,8 @@ def gated_delta_rule(
 
     The formula, token by token. Sums are taken in at least float32.
 
-    Args:
-        query: `(b, t, k, h)`.
-        key: `(b, t, k, h)`; normalised by the caller, so that `beta` between 0 and 1 replaces a
-            part of the state.
-        value: `(b, t, n, v)`; value head i has the query and the key of head `i // (n / k)`.
-        decay: logarithm of what remains of the state, at most 0: one number a head, `(b, t, n)`
-            (Gated DeltaNet), or one a feature of the key, `(b, t, n, h)` (Kimi Delta Attention).
-        beta: part of the state that is replaced, `(b, t, n)`; None replaces nothing and adds.
-        state: state before the first token, `(b, n, v, h)`; None is zeros.
-        starts: `(b, t)`, True at the first token of a packed document: it does not see the state
-            before it.
-        lengths: how many tokens of each row are real, `(b,)`; the rest is padding, which changes no
-            state and gives 0. None is all.
-        scale: factor on the output; None is `1 / sqrt(h)`.
-
     Shapes:
         All without b for one sequence.
-
-    Raises:
-        ValueError: if shapes do not belong together, or an array is not floating point.
 
     Example:
         >>> q = k = torch.ones((2, 5, 1, 4)) / 2
@@ -76,11 +53,6 @@ def gated_delta_rule(
         >>> output, state = gated_delta_rule(q, k, v, decay, beta)
         >>> output.shape, state.shape
         (torch.Size([2, 5, 3, 6]), torch.Size([2, 3, 6, 4]))
-
-    References:
-        Yang et al. 2024, Gated DeltaNet (arXiv:2412.06464) and the chunked form (arXiv:2406.06484);
-        Kimi Team 2025, a decay per feature (arXiv:2510.26692);
-        Qin et al. 2024, lightning attention (arXiv:2401.04658).
     """
     given = [x for x in (query, key, value, decay, beta, state) if x is not None]
     check_dtype("all but starts", *given)

@@ -23,7 +23,8 @@ from torch_ref.functional.shapes import Index
 
 # The published constants: rotations of the rounds, and parity of the key schedule.
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
-_PARITY = 0x1BD11BDA  # of the key schedule
+# The constant of the key schedule: a parity over its words that is never 0.
+_PARITY = 0x1BD11BDA
 _32_BITS = 0xFFFFFFFF
 
 
@@ -34,9 +35,6 @@ class KeyedDropout:
     Args:
         rate: probability that an element is dropped, in [0, 1).
         key: two integers below 2**32; `draw_key` draws them from torch's generator.
-
-    Raises:
-        ValueError: if `rate` lies outside [0, 1).
 
     Example:
         >>> KeyedDropout(0.1, torch.tensor([0, 7])).rate

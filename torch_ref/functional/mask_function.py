@@ -44,11 +44,13 @@ class Where(Positioned):
         return replace(self, b=_counted(self.b, b), n=_counted(self.n, n))
 
     def allow(self, rows, cols):
+        # Axes of the batch and of heads are known only once the mask met a call.
         check_known(_size(self.b), _size(self.n))
         b = self.b.to(rows.device)[:, None, None, None]
         n = self.n.to(rows.device)[None, :, None, None]
         indices = b, n, self._positions(rows), cols
         size = broadcast_size(*indices)
+        # Its own errors are passed on with the rule in front.
         result = called("mask", self.function, *indices)
         dtype = dtype_name(result.dtype)
         check_sees(dtype, tuple(result.shape), size)

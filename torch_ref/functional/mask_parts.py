@@ -16,7 +16,8 @@ from attn_spec.mask_checks import check_offset_given, check_rows, check_segment_
 from torch_ref.functional.mask_part import Count, IntervalPart, MaskPart
 from torch_ref.functional.shapes import Index
 
-_UNBOUNDED = 2**61  # beyond every index; sums of a few of these still fit int64
+# Beyond every index; sums of a few of these still fit int64.
+_UNBOUNDED = 2**61
 _INT64 = torch.iinfo(torch.int64)
 
 

@@ -74,9 +74,6 @@ class Mask:
         called once, on tensors of indices: it indexes arrays and computes with `&`, `|` and `~`,
         without `if`. The offset is 0 if not given, and follows a `KVCache`.
 
-        Raises:
-            ValueError: if it is no such function, or returns no booleans.
-
         Example:
             >>> strided = Mask.where(lambda b, n, i, j: (i - j) % 2 == 0) & Mask.causal()
             >>> print(strided.as_text(3))
@@ -84,9 +81,6 @@ class Mask:
             0 ■ · ·
             1 · ■ ·
             2 ■ · ■
-
-        References:
-            Dong et al. 2024, FlexAttention (arXiv:2412.05496).
         """
         check_function("mask", function, SEES)
         return Mask((Where(function, offset=as_integers("offset", offset)),))
@@ -119,7 +113,8 @@ class Mask:
         """Any boolean array that broadcasts to `(b, n, t, s)`."""
         return Mask((Dense(as_booleans(array)),))
 
-    __array_priority__ = 1  # array & mask comes here too
+    # NumPy leaves `array & mask` to the mask.
+    __array_priority__ = 1
 
     def __and__(self, other: Mask | ArrayLike) -> Mask:
         return Mask(self.parts + as_mask(other).parts)
@@ -146,6 +141,7 @@ class Mask:
         """
         rows = rows[None, None, :, None]
         cols = cols[None, None, None, :]
+        # Axes of 1 until a part needs more: a causal mask has no row of the batch.
         allowed = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=rows.device)
         for part in self.parts:
             allowed = allowed & part.allow(rows, cols)
@@ -162,9 +158,6 @@ class Mask:
         """Return the mask in marks, queries down and keys across: `■` is seen, `·` is hidden.
 
         Where s is not given it is t. Rows of a batch and heads that differ get a picture each.
-
-        Raises:
-            ValueError: if the mask does not fit the sizes, or is too large to print.
 
         Example:
             >>> print(Mask.sliding_window(2).as_text(4))

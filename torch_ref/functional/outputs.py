@@ -16,11 +16,6 @@ C = TypeVar("C", bound=Cache | tuple[Cache, ...])
 class Outputs(Generic[C]):
     """The values that `attend` returns; those not requested are None.
 
-    Args:
-        output: output of the call, such as `(b, t, d)` of a layer.
-        weights: attention weights that were applied to the values, `(b, n, t, s)`.
-        cache: cache with the new tokens: that of a layer, or a tuple of those of all layers.
-
     Example:
         >>> import torch
         >>> from torch_ref import Mask, attend

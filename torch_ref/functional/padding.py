@@ -33,9 +33,6 @@ def check_known_lengths(lengths: RowLengths, b: int, t: int) -> None:
     Known are those of Python and NumPy. Tensors are not read, so that no call waits for the
     device.
 
-    Raises:
-        ValueError: if they are not.
-
     Example:
         >>> check_known_lengths(torch.tensor([9, 2]), b=2, t=3)
         >>> check_known_lengths([9, 2], b=2, t=3)  # doctest: +NORMALIZE_WHITESPACE
@@ -58,14 +55,6 @@ def without_padding(
     numbers: ArrayLike, shape: tuple[int, ...], lengths: RowLengths
 ) -> Shaped[Tensor, "*b t"]:
     """Return numbers of tokens, with 0 for tokens behind `lengths`: these have no effect.
-
-    Args:
-        numbers: numbers of the tokens, such as ids; they broadcast to `shape`.
-        shape: shape of the tokens, `(b, t)` or `(t,)`.
-        lengths: how many tokens of each row are real, `(b,)`; None is all.
-
-    Raises:
-        ValueError: where `check_known_lengths` does.
 
     Example:
         >>> without_padding(torch.tensor([[7, 8, -100]]), (1, 3), torch.tensor([2])).tolist()

@@ -34,37 +34,25 @@ class RoPE(RotaryPositions, portable=True):
     arithmetic is in the dtype of the input, but at least in float32, in which positions up to 2**24
     are exact.
 
-    Args:
-        base: ratio of the frequencies, also called theta.
-        width: number of features of a head that are rotated, its first ones; None is all.
-        interleaved: whether pair `i` is features `(2i, 2i + 1)` as in the paper and GPT-J, or else
-            `(i, i + width / 2)` as in GPT-NeoX, and in Hugging Face's Llama.
-        scaling: change of the frequencies for inputs longer than in training; None is no change.
-
     Shapes:
         x `(b, t, n, h)` with positions `(t,)` or `(b, t)`; x `(t, n, h)` with positions `(t,)`. The
         shape of x stays, and positions that are not given are `0 ... t - 1`.
-
-    Raises:
-        ValueError: if `base` is not above 1, `width` is odd or wider than the head, `scaling` is
-            not a `Scaling`, or positions are not integers or of another shape.
 
     Example:
         >>> rope, query, key = RoPE(), torch.ones((1, 1, 8)), torch.ones((1, 1, 8))
         >>> pairs = [(rope(query, [5 + i]), rope(key, [2 + i])) for i in (0, 1000)]
         >>> [round(float((query * key).sum()), 3) for query, key in pairs]
         [3.93, 3.93]
-
-    References:
-        Su et al. 2021 (arXiv:2104.09864).
     """
 
     def __call__(
         self, x: Float[Tensor, "*b t n h"], positions: ArrayLike | None = None
     ) -> Float[Tensor, "*b t n h"]:
+        # Tables are made for the width that the config names.
         self.check_head_dim(x.shape[-1])
         if positions is None:
             positions = torch.arange(x.shape[-3])
+        # Checked and made integers: a mask of positions in floats would round them.
         positions = as_positions(positions, tuple(x.shape[:-2]))
         if x.ndim == 3:
             return self._rotated(x[None], positions[None])[0]
@@ -129,25 +117,13 @@ def sinusoidal(
         out[2i]     = sin(position * base ** (-2i / width))
         out[2i + 1] = cos(position * base ** (-2i / width))
 
-    Args:
-        positions: integers `(t,)` or `(b, t)`.
-        width: width of the tokens, even.
-        base: ratio of the frequencies.
-        dtype: dtype of the result, computed in at least float32; None is the default for floats.
-
     Shapes:
         Returns `(t, width)` or `(b, t, width)`.
-
-    Raises:
-        ValueError: if positions are not integers, `width` is odd or `base` is not above 1.
 
     Example:
         >>> sinusoidal([0, 1], 4).numpy().round(2)
         array([[0.  , 1.  , 0.  , 1.  ],
                [0.84, 0.54, 0.01, 1.  ]], dtype=float32)
-
-    References:
-        Vaswani et al. 2017 (arXiv:1706.03762).
     """
     check_pairs("width", width)
     check_base(base)
@@ -165,10 +141,6 @@ def as_positions(positions: ArrayLike, tokens: tuple[int, ...] | None = None) ->
 
     `tokens` is the shape of the input's tokens, `(t,)` or `(b, t)`, if it is known.
 
-    Raises:
-        ValueError: if they are not integers, or if their shape is neither that of the tokens nor
-            `(t,)`.
-
     Example:
         >>> as_positions([0, 1, 2, 0, 1], (4, 5))
         tensor([0, 1, 2, 0, 1])
@@ -183,12 +155,6 @@ def as_positions(positions: ArrayLike, tokens: tuple[int, ...] | None = None) ->
 
 def segment_positions(segments: ArrayLike) -> Positions:
     """Return the position of each token in its packed document, a run of equal ids.
-
-    Args:
-        segments: ids of the documents, integers `(t,)` or `(b, t)`, as in `Mask.segments`.
-
-    Raises:
-        ValueError: if they are not integers, or of another rank.
 
     Example:
         >>> segment_positions([7, 7, 7, 2, 2, 9])

@@ -115,7 +115,9 @@ def masked_softmax(
     if sinks is not None:
         sinks = sinks.to(scores.dtype)[None, :, None, None]
         top = torch.maximum(top, sinks)
+    # The largest of a row that sees nothing is -inf, and -inf - -inf is NaN.
     top = torch.where(torch.isfinite(top), top, 0)
+    # It cancels out, and so does its gradient.
     top = top.detach()
     exps = torch.exp(masked - top)
     total = exps.sum(dim=-1, keepdim=True)

@@ -24,25 +24,12 @@ def alibi(
 
     Under a causal mask it is that of the paper; in both directions it falls equally to either side.
 
-    Args:
-        num_heads: number of query heads n.
-        query_positions: integers `(t,)` or `(b, t)`.
-        key_positions: integers `(s,)` or `(b, s)`.
-        dtype: dtype of the bias; None is the default for floats.
-
     Shapes:
         Returns `(n, t, s)` or `(b, n, t, s)`, to be passed as `bias=`.
-
-    Raises:
-        ValueError: if positions are not integers, their ranks or batches differ, or `num_heads` is
-            not positive.
 
     Example:
         >>> alibi(8, [2], [0, 1, 2])[0]
         tensor([[-1.0000, -0.5000,  0.0000]])
-
-    References:
-        Press et al. 2021 (arXiv:2108.12409).
     """
     dtype = torch.get_default_dtype() if dtype is None else dtype
     distances = _offsets(query_positions, key_positions).abs()
@@ -66,25 +53,12 @@ def t5_bias(
 
     T5 adds it to scores that are not scaled: `scale=1.0`.
 
-    Args:
-        table: `(num_buckets, n)`, learned; the first layer's of T5 serves all layers.
-        query_positions: integers `(t,)` or `(b, t)`.
-        key_positions: integers `(s,)` or `(b, s)`.
-        bidirectional: whether keys after the query have buckets of their own, as in an encoder.
-        max_distance: distance from which on all share the last bucket.
-
     Shapes:
         Returns `(n, t, s)` or `(b, n, t, s)`, to be passed as `bias=`.
-
-    Raises:
-        ValueError: where `t5_buckets` does.
 
     Example:
         >>> t5_bias(torch.arange(8.0)[:, None], [2], [0, 1, 2, 3])[0]
         tensor([[2., 1., 0., 5.]])
-
-    References:
-        Raffel et al. 2019 (arXiv:1910.10683).
     """
     buckets = t5_buckets(
         query_positions,
@@ -112,17 +86,9 @@ def t5_buckets(
     `bidirectional` keys after the query stand at distance 0. Computed with integers alone, so the
     same on every device.
 
-    Raises:
-        ValueError: if positions are not integers or their ranks or batches differ, if there are
-            less than 4 buckets, or 2 for one direction, or if `max_distance` leaves no room for
-            wide buckets.
-
     Example:
         >>> t5_buckets([40], [0, 20, 30, 39, 40, 41, 50, 99])
         tensor([[12, 10,  8,  1,  0, 17, 24, 29]])
-
-    References:
-        Raffel et al. 2019 (arXiv:1910.10683).
     """
     offsets = _offsets(query_positions, key_positions)
     one_way = num_buckets // 2 if bidirectional else num_buckets

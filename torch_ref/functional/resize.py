@@ -16,18 +16,10 @@ def resize_bicubic(
     The weights w are cubic in the distance (Keys 1981, a = -0.75). What lies outside the table
     repeats its edge. The same as `torch.nn.functional.interpolate(mode="bicubic")`.
 
-    Args:
-        table: `(rows, columns, d)`.
-        rows: number of rows of the result.
-        columns: number of columns of the result.
-
     Example:
         >>> import torch
         >>> resize_bicubic(torch.arange(4.0).reshape(2, 2, 1), 4, 2)[:, 0, 0]
         tensor([-0.2109,  0.4531,  1.5469,  2.2109])
-
-    References:
-        Keys 1981, "Cubic Convolution Interpolation for Digital Image Processing".
     """
     image = rearrange(table, "rows columns d -> 1 d rows columns")
     resized = interpolate(image, size=(rows, columns), mode="bicubic", align_corners=False)

@@ -33,15 +33,6 @@ class ScoreFunction:
     finite. It is computed for hidden pairs too, of a score of 0, and its derivatives there have to
     be finite. Tensors that it captures have gradients.
 
-    Args:
-        function: function as above, in the dtype of the score, which is float32 for lower dtypes.
-        query_positions: integers `(t,)` or `(b, t)`; None is the order of the queries.
-        key_positions: integers `(s,)` or `(b, s)`; None is the order of the keys.
-
-    Raises:
-        ValueError: in a call, if the function takes other arguments or returns something else, or
-            if there is not one position for each token.
-
     Example:
         >>> from torch_ref import attend
         >>> x = torch.ones((1, 2, 1, 4))
@@ -50,9 +41,6 @@ class ScoreFunction:
         >>> print((100 * weights).int()[0, 0])
         tensor([[62, 37],
                 [37, 62]], dtype=torch.int32)
-
-    References:
-        Dong et al. 2024, FlexAttention (arXiv:2412.05496).
     """
 
     function: Callable
@@ -62,6 +50,7 @@ class ScoreFunction:
     def apply(self, scores: Weights) -> Weights:
         """Return the new scores."""
         b, n, t, s = scores.shape
+        # Before it is called, so that an error names the arguments it must take.
         check_function("score", self.function, SCORES)
         rows = _as_rows("query", self.query_positions, b, t)
         cols = _as_rows("key", self.key_positions, b, s)
@@ -71,6 +60,7 @@ class ScoreFunction:
             rows[:, None, :, None],
             cols[:, None, None, :],
         )
+        # Positions may come from the host, as lengths do.
         indices = [x.to(scores.device) for x in indices]
         result = called("score", self.function, scores, *indices)
         shape = tuple(result.shape)

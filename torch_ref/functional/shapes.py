@@ -16,4 +16,5 @@ Tokens = Float[Tensor, "*b t d"]
 ArrayLike = Tensor | np.ndarray | list
 Positions = Integer[Tensor, "*b t"]
 Index = Integer[Tensor, "..."]
-RowLengths = ArrayLike | int | None  # how many tokens of each row are real; None is all
+# How many tokens of each row are real; None is all.
+RowLengths = ArrayLike | int | None

@@ -14,13 +14,7 @@ from torch_ref.functional.shapes import RowLengths
 
 
 class Convolved(NamedTuple):
-    """What a short convolution returns.
-
-    Args:
-        output: `(b, t, d)`, in the dtype of x.
-        state: `(b, w - 1, d)`, the last inputs of each row; 0 where they belong to another
-            document.
-    """
+    """What a short convolution returns."""
 
     output: Float[Tensor, "*b t d"]
     state: Float[Tensor, "*b before d"]
@@ -40,29 +34,15 @@ def short_convolution(
 
     Before the first token stand the inputs of `state`, or zeros.
 
-    Args:
-        x: `(b, t, d)`.
-        kernel: `(w, d)`, the last row for the token itself.
-        state: `(b, w - 1, d)`, the inputs before the first token; None is zeros.
-        starts: `(b, t)`, True at the first token of a packed document: what stands before it counts
-            as 0.
-        lengths: how many tokens of each row are real, `(b,)`; the rest is padding, which counts as
-            0. None is all.
-
     Shapes:
         All without b for one sequence.
-
-    Raises:
-        ValueError: if shapes do not belong together.
 
     Example:
         >>> x, kernel = torch.arange(4.0)[:, None], torch.tensor([[10.0], [1.0]])
         >>> short_convolution(x, kernel).output[:, 0]
         tensor([ 0.,  1., 12., 23.])
-
-    References:
-        Fu et al. 2022 (arXiv:2212.14052); Gu and Dao 2023 (arXiv:2312.00752).
     """
+    # Before anything is computed: shapes that do not fit would broadcast.
     check_short_convolution(tuple(x.shape), tuple(kernel.shape), shape_of(state), shape_of(starts))
     if x.ndim == 2:
         found = short_convolution(
@@ -91,9 +71,11 @@ def _weighted_sums(inputs: Tensor, documents: Tensor, kernel: Tensor) -> Tensor:
     own = documents[:, before:]
     t = own.shape[1]
     shape = (*own.shape, kernel.shape[1])
+    # In float32 for lower dtypes: each input is added to it.
     output = torch.zeros(shape, dtype=dtype, device=inputs.device)
     for i in range(before + 1):
         window = slice(i, i + t)
+        # A token sees no inputs of the document before its own.
         same = documents[:, window] == own
         seen = torch.where(same[..., None], inputs[:, window], 0)
         weights = kernel[i].to(dtype)

@@ -27,17 +27,11 @@ class Bert(TextEncoder[BertConfig]):
     transformers has the same function; where its config names a `pad_token_id`, it leaves the row
     of that token out of the gradient.
 
-    Raises:
-        ValueError: where its layers do.
-
     Example:
         >>> model = Bert(BertConfig(6, 2, 3, context_length=8, vocab_size=11))
         >>> hidden = model(torch.ones((4, 5), dtype=torch.long), lengths=torch.tensor([5, 3, 1, 2]))
         >>> hidden.shape, model.pooled(hidden).shape
         (torch.Size([4, 5, 6]), torch.Size([4, 6]))
-
-    References:
-        Devlin et al. 2018 (arXiv:1810.04805).
     """
 
     pooler: Linear | None
@@ -46,6 +40,7 @@ class Bert(TextEncoder[BertConfig]):
         """Set the tables of tokens, types and positions, and the norm and dropout of their sum."""
         config, d_model = self.config, self.config.d_model
         self.tok_emb = Embedding(config.vocab_size, d_model)
+        # Both sentences of a pair pass through the model together.
         self.type_emb = Embedding(config.num_types, d_model)
         self.pos_emb = Embedding(config.context_length, d_model)
         self.emb_norm = LayerNorm(d_model, config.eps)
@@ -62,6 +57,7 @@ class Bert(TextEncoder[BertConfig]):
             FeedForward(d, config.d_hidden, config.activation),
             LayerNorm(d, config.eps),
             LayerNorm(d, config.eps),
+            # As in the first Transformer: the norms stand after the sums.
             norm_first=False,
             drop_shortcut=Dropout(config.dropout),
         )
@@ -91,11 +87,7 @@ class Bert(TextEncoder[BertConfig]):
         return self.drop_emb(self.emb_norm(x), dropout_key=dropout_key)
 
     def pooled(self, hidden: Tokens) -> Float[Tensor, "*b d"]:
-        """Return `tanh(pooler(x))` of the first token of `x`, a vector for the whole input.
-
-        Raises:
-            ValueError: if the model has no pooler.
-        """
+        """Return `tanh(pooler(x))` of the first token of `x`, a vector for the whole input."""
         if self.pooler is None:
             raise ValueError(
                 "this BERT has no pooler; got pooler=False. Take the first token, hidden[..., 0,"
@@ -111,16 +103,10 @@ class BertMaskedLM(Bert):
 
     The arguments are those of `Encoder`; `BertForMaskedLM` of transformers has the same function.
 
-    Raises:
-        ValueError: where its layers do.
-
     Example:
         >>> model = BertMaskedLM(BertConfig(6, 2, 3, context_length=8, vocab_size=11))
         >>> model(torch.ones((4, 5), dtype=torch.long)).shape
         torch.Size([4, 5, 11])
-
-    References:
-        Devlin et al. 2018 (arXiv:1810.04805).
     """
 
     def create_head(self) -> None:

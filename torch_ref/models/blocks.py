@@ -58,13 +58,17 @@ class Blocks(nn.ModuleList):
         """
         caches = []
         for i, block in enumerate(cast(Iterable[_Block], self)):
-            own = {**options, **(each[i] if each else {}), "dropout_key": fold_in(key, 1 + i)}
+            own = options | (each[i] if each else {})
+            # 0 is the key of the embedding.
+            own["dropout_key"] = fold_in(key, 1 + i)
             own["positions"] = None if block.att.rope is None else positions
             if cache is not None:
                 ran = block.attend(x, cache=cache[i], **own)
                 x = ran.output
                 caches.append(ran.cache)
+            # Not with a cache: decoding has no backward pass.
             elif remat:
+                # The other form of torch's checkpoints loses keyword arguments.
                 x = checkpoint(block, x, use_reentrant=False, **own)
             else:
                 x = block(x, **own)

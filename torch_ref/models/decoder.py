@@ -42,6 +42,7 @@ class Decoder(LanguageModel[C]):
     ) -> MultiHeadAttention:
         """Return the attention of a layer; `options` are arguments of `attention_type`."""
         config = self.config
+        # By keyword, as a family may override some of them and pass on the rest.
         return self.attention_type(
             config.d_model,
             config.d_model,
@@ -64,14 +65,17 @@ class Decoder(LanguageModel[C]):
 
     def rope(self, layer: int) -> RoPE | None:
         """Return the rotary positions of a layer, None where it has none."""
+        # Asked for each layer: Gemma 3 has two bases, and SmolLM 3 leaves some layers without.
         return RoPE.of(self.config.rope)
 
     def window(self, layer: int) -> int | None:
         """Return how many keys in all a token sees in a layer, None where it sees all."""
+        # One entry a layer, whatever pattern the family has.
         return self.config.windows[layer]
 
     def block_norms(self) -> dict[str, Any]:
         """Return the norms of a block, arguments of `TransformerBlock`."""
+        # A dict, so that a family adds the norms that it has besides.
         return {"norm1": self.norm(), "norm2": self.norm()}
 
     def head_norms(self) -> dict[str, Any]:
@@ -80,4 +84,5 @@ class Decoder(LanguageModel[C]):
 
     def norm(self, width: int | None = None, **options: Any) -> RMSNorm:
         """Return a norm of this width; `options` are arguments of `RMSNorm`."""
+        # Of another width where it norms heads.
         return RMSNorm(self.config.d_model if width is None else width, self.config.eps, **options)

@@ -17,9 +17,6 @@ class DeepseekV3(Decoder[DeepseekV3Config]):
 
     The arguments are those of `LanguageModel`.
 
-    Raises:
-        ValueError: where its layers do.
-
     Example:
         >>> import torch
         >>> config = DeepseekV3Config(
@@ -28,9 +25,6 @@ class DeepseekV3(Decoder[DeepseekV3Config]):
         ...     qk_nope_head_dim=3, qk_rope_head_dim=2, v_head_dim=3)
         >>> DeepseekV3(config)(torch.ones((3, 5), dtype=torch.long)).shape
         torch.Size([3, 5, 11])
-
-    References:
-        DeepSeek-AI 2024 (arXiv:2412.19437).
     """
 
     def attention(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -46,6 +40,7 @@ class DeepseekV3(Decoder[DeepseekV3Config]):
 
     def head_norms(self, **numerics: Any) -> dict[str, Any]:
         """Return the norms of the latents; their epsilon is fixed, as in DeepSeek-V3."""
+        # Where a query has no latent there is no norm of one.
         ranks = self.config.latent_ranks
         return {name: RMSNorm(rank, 1e-6, **numerics) for name, rank in ranks.items()}
 
@@ -60,6 +55,7 @@ class DeepseekV3(Decoder[DeepseekV3Config]):
         experts = Experts(
             config.num_experts, config.d_model, config.d_expert, config.activation, **options
         )
+        # All shared experts are one layer, as wide as they are together.
         shared = GatedFeedForward(
             config.d_model, config.num_shared * config.d_expert, config.activation, **options
         )

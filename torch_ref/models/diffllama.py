@@ -13,18 +13,12 @@ class DiffLlama(Decoder[DiffLlamaConfig]):
 
     The arguments are those of `LanguageModel`.
 
-    Raises:
-        ValueError: where its layers do.
-
     Example:
         >>> import torch
         >>> config = DiffLlamaConfig(
         ...     8, 12, num_heads=4, num_layers=2, context_length=16, vocab_size=11)
         >>> DiffLlama(config)(torch.ones((3, 5), dtype=torch.long)).shape
         torch.Size([3, 5, 11])
-
-    References:
-        Ye et al. 2024 (arXiv:2410.05258).
     """
 
     attention_type = DifferentialAttention
@@ -36,6 +30,7 @@ class DiffLlama(Decoder[DiffLlamaConfig]):
             layer,
             qkv_bias=config.attention_bias,
             out_bias=config.attention_bias,
+            # Deeper layers subtract more, as in the paper.
             lambda_init=differential_lambda(layer),
             eps=config.eps,
             **options,

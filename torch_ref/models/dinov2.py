@@ -27,17 +27,10 @@ class DINOv2(ImageEncoder[DINOv2Config]):
     size than the config's the table of positions is interpolated, see `resize_bicubic`.
     `Dinov2Model` of transformers has the same function.
 
-    Raises:
-        ValueError: where its layers do, if the patches do not fill the images, or if patches are
-            masked and there is no mask token.
-
     Example:
         >>> model = DINOv2(DINOv2Config(6, 2, 3, image_size=(8, 8), patch_size=(4, 4)))
         >>> model(torch.ones((5, 3, 8, 12))).shape
         torch.Size([5, 7, 6])
-
-    References:
-        Oquab et al. 2023 (arXiv:2304.07193).
     """
 
     mask_token: nn.Parameter | None
@@ -52,6 +45,7 @@ class DINOv2(ImageEncoder[DINOv2Config]):
     def feed_forward(self, **options: Any) -> FeedForward | GatedFeedForward:
         """Return the feed-forward part of a layer: SwiGLU with biases if the config asks for it."""
         config = self.config
+        # The largest model alone.
         if config.swiglu:
             return GatedFeedForward(config.d_model, config.d_inner, bias=True, **options)
         return FeedForward(config.d_model, config.d_inner, config.activation, **options)
@@ -76,8 +70,10 @@ class DINOv2(ImageEncoder[DINOv2Config]):
     def positions(self, height: int, width: int) -> Float[Tensor, "t d"]:
         """Return the vectors of the positions for this image size, the class token first."""
         table, config = self.pos_emb.weight, self.config
+        # The size it was trained at: nothing is resized, and nothing rounded.
         if (height, width) == config.image_size:
             return table
+        # The class token has no place in the image, and keeps its position.
         grid = rearrange(table[1:], "(i j) d -> i j d", i=config.grid[0])
         grid = resize_bicubic(grid, height // config.patch_size[0], width // config.patch_size[1])
         return torch.cat([table[:1], rearrange(grid, "i j d -> (i j) d")])
@@ -89,21 +85,16 @@ class DINOv2Classifier(DINOv2):
     A linear layer reads the class token and the mean of the patches. The arguments are those of
     `Encoder`; `Dinov2ForImageClassification` of transformers has the same function.
 
-    Raises:
-        ValueError: where `DINOv2` does.
-
     Example:
         >>> model = DINOv2Classifier(DINOv2Config(6, 2, 3, image_size=(8, 8), patch_size=(4, 4)))
         >>> model(torch.ones((5, 3, 8, 8))).shape
         torch.Size([5, 2])
-
-    References:
-        Oquab et al. 2023 (arXiv:2304.07193).
     """
 
     def create_head(self) -> None:
         """Set the norm behind the blocks and the classifier."""
         super().create_head()
+        # It reads the class token and the mean of the patches, side by side.
         self.classifier = Linear(2 * self.config.d_model, len(self.config.labels))
 
     def predict(self, hidden: Tokens) -> Tensor:

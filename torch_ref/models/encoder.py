@@ -40,15 +40,11 @@ class Encoder(TypedModule, Generic[C]):
 
     A family defines `block`, `create_embeddings`, and the call, which embeds its inputs and hands
     them to `run`; `create_head` and `predict` where something follows the blocks.
-
-    Args:
-        config: the sizes.
-        backend: attention backend; `"auto"` or the name of one.
-        remat: whether the backward pass recomputes each block instead of storing its activations.
     """
 
     config: C
-    trf_blocks: Any  # a ModuleList of TransformerBlock
+    # A ModuleList of TransformerBlock.
+    trf_blocks: Any
     final_norm: LayerNorm | None
     remat: bool
 
@@ -79,6 +75,7 @@ class Encoder(TypedModule, Generic[C]):
 
     def predict(self, hidden: Tokens) -> Tensor:
         """Return the output of a call, from that of `hidden`; the same if there is no head."""
+        # A family with a head overrides it.
         return hidden
 
     def run(
@@ -94,6 +91,7 @@ class Encoder(TypedModule, Generic[C]):
 
         The arguments are those of the call of a family.
         """
+        # Without a cache: every token sees those behind it, so that none can be kept.
         ran = self.trf_blocks.run(
             x,
             cache=None,
@@ -136,14 +134,18 @@ class TextEncoder(Encoder[C]):
         """Return the vectors of all tokens, `(b, t, d_model)`; takes the arguments of a call."""
         shape = tuple(tokens.shape)
 
+        # Padding is looked up as token 0, which every table has.
         def real(numbers: ArrayLike) -> Tensor:
             return without_padding(numbers, shape, lengths)
 
-        positions = None if positions is None else real(as_positions(positions, shape))
-        order = torch.arange(shape[-1], device=tokens.device) if positions is None else positions
-        inputs = {
-            name: numbers if numbers is None else real(numbers) for name, numbers in inputs.items()
-        }
+        if positions is None:
+            order = torch.arange(shape[-1], device=tokens.device)
+        else:
+            order = positions = real(as_positions(positions, shape))
+        # Numbers of padding could lie beyond a table.
+        for name, numbers in inputs.items():
+            if numbers is not None:
+                inputs[name] = real(numbers)
         x = self.embed(real(tokens), order, fold_in(dropout_key, 0), **inputs)
         return self.run(x, mask=mask, positions=positions, lengths=lengths, dropout_key=dropout_key)
 

@@ -27,6 +27,7 @@ from torch_ref.modules.norm import LayerNorm, RMSNorm
 from torch_ref.modules.typed import TypedModule
 
 
+# As a class, so that type checkers follow options that pass through several methods.
 class DecodeOptions(TypedDict, total=False):
     """The keywords of `EncoderDecoder.hidden`; `decode` describes them."""
 
@@ -34,7 +35,8 @@ class DecodeOptions(TypedDict, total=False):
     dropout_key: Tensor | None
 
 
-Caches = tuple[Cache, ...]  # one for each layer of the decoder
+# One for each layer of the decoder.
+Caches = tuple[Cache, ...]
 Kept = tuple[KVCache, ...]
 
 
@@ -74,11 +76,6 @@ class EncoderDecoder(TypedModule, Generic[C]):
         kept = model.keep(model.encode(inputs))
         logits = model.attend(tokens, kept, cache=model.init_cache(b, capacity)).output
 
-    Args:
-        config: the sizes.
-        backend: attention backend; `"auto"` or the name of one.
-        remat: whether the backward pass recomputes each block instead of storing its activations.
-
     Shapes:
         inputs `(b, s)`, or those of the family, and tokens `(b, t)`, to logits
         `(b, t, vocab_size)`.
@@ -86,8 +83,10 @@ class EncoderDecoder(TypedModule, Generic[C]):
 
     config: C
     tok_emb: Embedding
-    enc_blocks: Any  # a ModuleList of TransformerBlock
-    dec_blocks: Any  # a ModuleList of CrossBlock
+    # A ModuleList of TransformerBlock.
+    enc_blocks: Any
+    # A ModuleList of CrossBlock.
+    dec_blocks: Any
     enc_norm: LayerNorm | RMSNorm
     final_norm: LayerNorm | RMSNorm
     out_head: Linear | None
@@ -109,6 +108,7 @@ class EncoderDecoder(TypedModule, Generic[C]):
             self.decoder_block(i, backend) for i in range(config.num_decoder_layers)
         )
         self.final_norm = self.norm()
+        # Where it is tied, the table of tokens is the head: no second copy is held.
         self.out_head = (
             None if config.tied else Linear(config.d_model, config.vocab_size, bias=False)
         )
@@ -156,7 +156,9 @@ class EncoderDecoder(TypedModule, Generic[C]):
         dropout_key: Tensor | None = None,
     ) -> Tokens:
         """Return the output of the encoder; the first `lengths` inputs of each row are real."""
+        # Encoder and decoder have keys of their own, and so has each place in them.
         key = fold_in(dropout_key, 0)
+        # Features of sound have no padding token that could replace them.
         if not inputs.is_floating_point():
             inputs = without_padding(inputs, tuple(inputs.shape), lengths)
         ran = self.enc_blocks.run(
@@ -172,6 +174,7 @@ class EncoderDecoder(TypedModule, Generic[C]):
 
     def keep(self, encoded: Tokens, lengths: ArrayLike | int | None = None) -> Kept:
         """Return the keys and values of the encoder's output, for each layer of the decoder."""
+        # Once for a prompt: each step of decoding reads them again.
         return self.dec_blocks.keep(encoded, lengths)
 
     def attend(
@@ -216,7 +219,9 @@ class EncoderDecoder(TypedModule, Generic[C]):
                 appended.
             dropout_key: key of the dropout in train mode; None draws keys from torch's generator.
         """
+        # A cache of another model would be read layer by layer without an error.
         check_caches("kept", kept, len(self.dec_blocks))
+        # The encoder has key 0.
         t, key = tokens.shape[-1], fold_in(dropout_key, 1)
         if cache is None:
             order = torch.arange(t, device=tokens.device)
@@ -229,6 +234,7 @@ class EncoderDecoder(TypedModule, Generic[C]):
             key=key,
             remat=self.remat,
             positions=None,
+            # Each layer has keys and values of its own of the same encoder output.
             each=[{"kept": one} for one in kept],
             lengths=lengths,
             bias=self.biases()[1],

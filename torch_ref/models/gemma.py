@@ -20,17 +20,11 @@ class Gemma(Decoder[C]):
 
     Embeddings are multiplied by `sqrt(d_model)`. The arguments are those of `LanguageModel`.
 
-    Raises:
-        ValueError: where its layers do.
-
     Example:
         >>> import torch
         >>> config = GemmaConfig(8, 12, 4, 2, num_kv_heads=1, context_length=16, vocab_size=11)
         >>> Gemma(config)(torch.ones((3, 5), dtype=torch.long)).shape
         torch.Size([3, 5, 11])
-
-    References:
-        Gemma Team 2024 (arXiv:2403.08295).
     """
 
     def embed(
@@ -38,9 +32,9 @@ class Gemma(Decoder[C]):
     ) -> Tokens:
         """Return the vectors of tokens, times the square root of their width."""
         x = super().embed(tokens, positions, dropout_key)
-        return x * torch.tensor(
-            self.config.d_model**0.5, dtype=x.dtype, device=x.device
-        )  # rounded, as in training
+        # Rounded, as in training.
+        factor = torch.tensor(self.config.d_model**0.5, dtype=x.dtype, device=x.device)
+        return x * factor
 
     def attention(self, layer: int, **options: Any) -> MultiHeadAttention:
         """Return the attention of a layer, with biases if the config asks for them."""

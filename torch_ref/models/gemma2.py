@@ -22,23 +22,18 @@ class Gemma2(Gemma[C]):
 
     There are norms before and after the sublayers. The arguments are those of `LanguageModel`.
 
-    Raises:
-        ValueError: where its layers do.
-
     Example:
         >>> import torch
         >>> config = Gemma2Config(
         ...     8, 12, 4, 2, 1, context_length=16, vocab_size=11, window=3, full_layers=(1,))
         >>> Gemma2(config)(torch.ones((3, 5), dtype=torch.long)).shape
         torch.Size([3, 5, 11])
-
-    References:
-        Gemma Team 2024 (arXiv:2408.00118).
     """
 
     def attention(self, layer: int, **options: Any) -> MultiHeadAttention:
         """Return the attention of a layer, its scores scaled and capped."""
         config = self.config
+        # The scale is an argument of its own, and not always that of a head's width.
         scores = Scores(scale=config.query_pre_attn_scalar**-0.5, soft_cap=config.score_cap)
         return super().attention(layer, scores=scores, **options)
 
@@ -49,6 +44,7 @@ class Gemma2(Gemma[C]):
     def logits(self, hidden: Float[Tensor, "*b d"]) -> Float[Tensor, "*b vocab"]:
         """Return the logits of what `hidden` returned, capped in at least float32."""
         found, cap = super().logits(hidden), self.config.logit_cap
+        # Gemma 3, which extends this family, has no caps.
         if cap is None:
             return found
         return (cap * torch.tanh(found.to(accumulation_dtype(found.dtype)) / cap)).to(found.dtype)

@@ -13,23 +13,18 @@ class Gemma3(Gemma2[Gemma3Config]):
     Layers with a window are rotated by `local_rope`, those without by `rope`. The arguments are
     those of `LanguageModel`.
 
-    Raises:
-        ValueError: where its layers do.
-
     Example:
         >>> import torch
         >>> config = Gemma3Config(
         ...     8, 12, 4, 2, 1, context_length=16, vocab_size=11, window=3, full_layers=(1,))
         >>> Gemma3(config)(torch.ones((3, 5), dtype=torch.long)).shape
         torch.Size([3, 5, 11])
-
-    References:
-        Gemma Team 2025 (arXiv:2503.19786).
     """
 
     def rope(self, layer: int) -> RoPE:
         """Return the rotary positions of a layer, by whether it has a window."""
         config = self.config
+        # Layers with a window have a base of their own, as they look less far.
         return RoPE.of(config.rope if self.window(layer) is None else config.local_rope)
 
     def head_norms(self) -> dict[str, Any]:

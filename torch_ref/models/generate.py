@@ -103,10 +103,6 @@ def generate(
         start: tokens that the decoder of an encoder-decoder begins with; None is the start token of
             its config.
 
-    Returns:
-        The new tokens, without the prompt or the start: a list for one prompt, and a list of lists
-        for a batch.
-
     Raises:
         ValueError: if a prompt is empty, longer than the model's context or holds ids outside the
             vocabulary, if prompt and new tokens together do not fit the context or the capacity, if
@@ -158,18 +154,23 @@ def _steps(
     choose: Callable[[Tensor, int], Tensor],
 ) -> list[list[int]]:
     """Return the tokens of each row, up to the first that stops it."""
-    hidden, cache, rows = begun.hidden, begun.cache, [[] for _ in begun.hidden]
+    hidden, cache = begun.hidden, begun.cache
+    rows = [[] for _ in hidden]
     for step in range(max_new_tokens):
         token = choose(model.logits(hidden), step)
         for b, row in enumerate(rows):
-            if not (row and row[-1] in stops):
-                row.append(int(token[b]))
-                if callback:
-                    callback(b, row[-1])
+            # A row that has stopped is computed on, and what it makes is dropped.
+            if row and row[-1] in stops:
+                continue
+            row.append(int(token[b]))
+            if callback:
+                callback(b, row[-1])
+        # The last token is not computed on: nothing follows it.
         if step + 1 == max_new_tokens or all(row[-1] in stops for row in rows):
             break
         decoded = begun.run(token[:, None], cache=cache)
-        hidden, cache = decoded.output[:, 0], decoded.cache
+        hidden = decoded.output[:, 0]
+        cache = decoded.cache
     return rows
 
 
@@ -179,15 +180,20 @@ def _begin(
     prompts, single = as_prompts(tokens)
     _check_prompts(model, prompts, max_new_tokens, capacity)
     capacity = capacity or max(map(len, prompts)) + max_new_tokens
-    rereads, made = _rereads(model, prompts, max_new_tokens), []
+    # Some rotations change with the length: then all tokens are read again.
+    rereads = _rereads(model, prompts, max_new_tokens)
+    made = []
 
     def run(token: Tensor, cache: ModelCache | None) -> Outputs[ModelCache]:
         made.append(token)
         if len(made) not in rereads:
             return model.decode(token, cache=cache)
-        pairs = zip(prompts, torch.cat(made, dim=1).cpu().numpy(), strict=True)
-        return _read(model, [np.append(*pair) for pair in pairs], capacity)
+        # Read anew: rotations depend on the length of the sequence, those of cached keys as well.
+        new = torch.cat(made, dim=1).cpu().numpy()
+        rows = [np.append(*pair) for pair in zip(prompts, new, strict=True)]
+        return _read(model, rows, capacity)
 
+    # The prompts at once; then one token a step.
     read = _read(model, prompts, capacity)
     return _Begun(read.output[:, 0], read.cache, run, single)
 
@@ -219,27 +225,40 @@ def _begin_answer(
     max_new_tokens: int,
     capacity: int | None,
 ) -> _Begun:
-    config, begin = model.config, _start(model, start)
-    ends = (int(begin.min()), int(begin.max())) if len(begin) else None
+    config = model.config
+    begin = _start(model, start)
     limits = config.context_length or sys.maxsize, max_new_tokens, capacity
-    check_prompt(0, len(begin), ends, config.vocab_size, *limits)
+    check_prompt(0, len(begin), _ends(begin), config.vocab_size, *limits)
+    # Features, as of sound, are all real: lengths are those of tokens.
+    lengths = None
     if isinstance(inputs, np.ndarray | Tensor) and torch.as_tensor(inputs).is_floating_point():
-        single, lengths = inputs.ndim == 2, None
-        padded = torch.as_tensor(inputs)[None] if single else torch.as_tensor(inputs)
+        padded = torch.as_tensor(inputs)
+        single = padded.ndim == 2
+        if single:
+            padded = padded[None]
     else:
         prompts, single = as_prompts(inputs)
+        # An encoder has no cache that a long input could fill.
         for i, prompt in enumerate(prompts):
-            ends = (int(prompt.min()), int(prompt.max())) if len(prompt) else None
-            check_prompt(i, len(prompt), ends, config.vocab_size, sys.maxsize, 0, None)
+            check_prompt(i, len(prompt), _ends(prompt), config.vocab_size, sys.maxsize, 0, None)
         padded, lengths = _pad(prompts)
-    kept = model.keep(model.encode(padded, lengths=lengths), lengths)
+    b = len(padded)
+    encoded = model.encode(padded, lengths=lengths)
+    kept = model.keep(encoded, lengths)
     run = partial(model.decode, kept=kept)
-    empty = model.init_cache(len(padded), capacity or len(begin) + max_new_tokens)
-    decoded = run(torch.as_tensor(begin).expand(len(padded), -1), cache=empty)
+    empty = model.init_cache(b, capacity or len(begin) + max_new_tokens)
+    begins = torch.as_tensor(begin).expand(b, -1)
+    decoded = run(begins, cache=empty)
     return _Begun(decoded.output[:, -1], decoded.cache, run, single)
 
 
+def _ends(tokens: np.ndarray) -> tuple[int, int] | None:
+    """Return the least and the largest token, which are checked against the vocabulary."""
+    return (int(tokens.min()), int(tokens.max())) if len(tokens) else None
+
+
 def _start(model: EncoderDecoder, start: Sequence[int] | None) -> np.ndarray:
+    # The decoder begins with a token of the config where none is given.
     prompts, single = as_prompts([model.config.start_token] if start is None else start)
     if not single:
         raise ValueError(
@@ -259,16 +278,12 @@ def _pad(prompts: Sequence[np.ndarray]) -> tuple[Tensor, Tensor]:
 def _check_prompts(
     model: LanguageModel, prompts: list[np.ndarray], max_new_tokens: int, capacity: int | None
 ) -> None:
+    config = model.config
+    # Where all layers have a window, their caches are rings, which no sequence fills.
     full = any(block.att.window is None for block in model.trf_blocks)
+    limits = config.context_length, max_new_tokens, capacity if full else None
     for i, prompt in enumerate(prompts):
-        ends = (int(prompt.min()), int(prompt.max())) if len(prompt) else None
-        sizes = (
-            model.config.vocab_size,
-            model.config.context_length,
-            max_new_tokens,
-            capacity if full else None,
-        )
-        check_prompt(i, len(prompt), ends, *sizes)
+        check_prompt(i, len(prompt), _ends(prompt), config.vocab_size, *limits)
 
 
 def _empty_cache(model: LanguageModel, b: int, capacity: int) -> ModelCache:

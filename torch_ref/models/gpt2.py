@@ -27,17 +27,11 @@ class GPT2(LanguageModel[GPT2Config]):
 
     The arguments are those of `LanguageModel`; `GPT2_CONFIGS` has the published sizes.
 
-    Raises:
-        ValueError: where its layers do.
-
     Example:
         >>> import torch
         >>> model = GPT2(GPT2Config(6, 2, 3, context_length=8, vocab_size=11))
         >>> model(torch.ones((4, 5), dtype=torch.long)).shape
         torch.Size([4, 5, 11])
-
-    References:
-        Radford et al. 2019, "Language Models are Unsupervised Multitask Learners".
     """
 
     def create_embeddings(self) -> None:
@@ -87,16 +81,11 @@ def create_gpt2_attention(
         qkv_bias: whether the input projections have a bias; None is as published: they do.
         options: other arguments of `MultiHeadAttention`, such as `backend`.
 
-    Raises:
-        ValueError: if the size is not a published one, or where `MultiHeadAttention` does.
-
     Example:
         >>> create_gpt2_attention("small").num_heads
         12
-
-    References:
-        Radford et al. 2019, "Language Models are Unsupervised Multitask Learners".
     """
+    # Both "small" and "gpt2-small" are names of a size.
     name = size if size in GPT2_CONFIGS else f"gpt2-{size}"
     check_choice("size", size if name not in GPT2_CONFIGS else name, tuple(GPT2_CONFIGS))
     config = GPT2_CONFIGS[name]

@@ -16,18 +16,12 @@ class GptOss(Decoder[GptOssConfig]):
 
     The experts have a clamped SwiGLU. The arguments are those of `LanguageModel`.
 
-    Raises:
-        ValueError: where its layers do.
-
     Example:
         >>> import torch
         >>> config = GptOssConfig(8, 12, num_heads=4, num_layers=2, context_length=16,
         ...                       vocab_size=11, num_experts=4, top_k=2)
         >>> GptOss(config)(torch.ones((3, 5), dtype=torch.long)).shape
         torch.Size([3, 5, 11])
-
-    References:
-        OpenAI 2025 (arXiv:2508.10925).
     """
 
     def attention(self, layer: int, **options: Any) -> MultiHeadAttention:
@@ -42,6 +36,7 @@ class GptOss(Decoder[GptOssConfig]):
     ) -> MixtureOfExperts:
         """Return the mixture of a layer."""
         config = self.config
+        # Router and experts have biases, which no other family here has.
         return MixtureOfExperts(
             Router(config.d_model, config.num_experts, config.top_k, bias=True, **options),
             Experts(

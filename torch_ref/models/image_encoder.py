@@ -20,6 +20,7 @@ from torch_ref.modules.norm import LayerNorm
 from torch_ref.modules.patches import Patches
 
 C = TypeVar("C", bound=ImageConfig)
+# Channels first, as in PyTorch.
 Images = Float[Tensor, "*b c height width"]
 
 

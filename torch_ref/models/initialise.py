@@ -18,9 +18,6 @@ def draw(model: nn.Module, std: Callable[[str], float] | None = None) -> None:
         >>> draw(layer)
         >>> layer.bias.tolist()
         [0.0, 0.0, 0.0]
-
-    References:
-        Devlin et al. 2018 (arXiv:1810.04805), whose published code draws with this deviation.
     """
     for name, param in model.named_parameters():
         if name.rpartition(".")[2] == "bias":

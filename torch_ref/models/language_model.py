@@ -24,7 +24,8 @@ from torch_ref.modules.linear import Linear
 from torch_ref.modules.norm import LayerNorm, RMSNorm
 from torch_ref.modules.typed import TypedModule
 
-ModelCache = tuple[Cache, ...]  # one for each layer
+# One for each layer.
+ModelCache = tuple[Cache, ...]
 
 
 @runtime_checkable
@@ -43,6 +44,7 @@ class ModelConfig(Protocol):
     def tied(self) -> bool: ...
 
 
+# As a class, so that type checkers follow options that pass through several methods.
 class ModelOptions(TypedDict, total=False):
     """The keywords of a call; `LanguageModel.attend` describes them."""
 
@@ -63,18 +65,14 @@ class LanguageModel(TypedModule, Generic[C]):
     A family defines `block` and `norm`, and `embed` and `create_embeddings` where it has more than
     a table of tokens.
 
-    Args:
-        config: the sizes.
-        backend: attention backend; `"auto"` or the name of one.
-        remat: whether the backward pass recomputes each block instead of storing its activations.
-
     Shapes:
         tokens `(b, t)` or `(t,)` to logits `(b, t, vocab_size)` or `(t, vocab_size)`.
     """
 
     config: C
     tok_emb: Embedding
-    trf_blocks: Any  # a ModuleList of TransformerBlock
+    # A ModuleList of TransformerBlock.
+    trf_blocks: Any
     final_norm: LayerNorm | RMSNorm
     out_head: Linear | None
     remat: bool
@@ -91,6 +89,7 @@ class LanguageModel(TypedModule, Generic[C]):
         self.create_embeddings()
         self.trf_blocks = Blocks(self.block(i, backend) for i in range(config.num_layers))
         self.final_norm = self.norm()
+        # Where it is tied, the table of tokens is the head: no second copy is held.
         self.out_head = (
             None if config.tied else Linear(config.d_model, config.vocab_size, bias=False)
         )
@@ -135,11 +134,6 @@ class LanguageModel(TypedModule, Generic[C]):
             cache: keys and values of the tokens before, from `init_cache`; the new ones are
                 appended.
             dropout_key: key of the dropout in train mode; None draws keys from torch's generator.
-
-        Raises:
-            ValueError: if there are more than `context_length` tokens, or mask, positions or cache
-                do not fit. Values are not read: a token outside the vocabulary, or one that the
-                cache has no space for, gives NaN.
         """
         options: ModelOptions = {
             "mask": mask,
@@ -188,6 +182,7 @@ class LanguageModel(TypedModule, Generic[C]):
         """
         t = tokens.shape[-1]
         tokens = without_padding(tokens, tuple(tokens.shape), lengths)
+        # Positions of padding could lie beyond a table, and are 0 then.
         if positions is not None:
             positions = as_positions(positions, tuple(tokens.shape))
             positions = without_padding(positions, tuple(tokens.shape), lengths)
@@ -237,14 +232,14 @@ def initialise(model: LanguageModel) -> None:
 
     Weights and tables are normal with a deviation of 0.02, that of the last layer on each residual
     path divided by `sqrt(2 * num_layers)`; biases are 0. Norms keep 1 and 0.
-
-    References:
-        Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", section 2.3.
     """
-    layers = max(1, len(model.trf_blocks))  # a model of embedding and head alone has none
+    # A model of embedding and head alone has none.
+    layers = max(1, len(model.trf_blocks))
+    # Each layer adds two terms to the residual path: their sum keeps its variance.
     last = 0.02 * (2 * layers) ** -0.5
     draw(model, lambda name: last if _ends_a_residual_path(name) else 0.02)
 
 
 def _ends_a_residual_path(name: str) -> bool:
+    # What is added to the residual path, by the names that all families share.
     return name.endswith(("out_proj.weight", "W_down.weight", "layers.2.weight"))

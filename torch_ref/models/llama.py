@@ -15,22 +15,16 @@ class Llama(Decoder[C]):
 
     With a window it is Mistral. The arguments are those of `LanguageModel`.
 
-    Raises:
-        ValueError: where its layers do.
-
     Example:
         >>> import torch
         >>> config = LlamaConfig(8, 12, 4, 2, num_kv_heads=2, context_length=16, vocab_size=11)
         >>> Llama(config)(torch.ones((3, 5), dtype=torch.long)).shape
         torch.Size([3, 5, 11])
-
-    References:
-        Touvron et al. 2023 (arXiv:2302.13971); Llama Team 2024 (arXiv:2407.21783); Jiang et al.
-        2023, Mistral (arXiv:2310.06825).
     """
 
     def attention(self, layer: int, **options: Any) -> MultiHeadAttention:
         """Return the attention of a layer, with biases if the config asks for them."""
+        # One option for all four projections, as in transformers.
         bias = self.config.attention_bias
         return super().attention(layer, qkv_bias=bias, out_bias=bias, **options)
 

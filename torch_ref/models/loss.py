@@ -44,11 +44,6 @@ def next_token_loss(
     Shapes:
         Returns one number; 0 where there is no target.
 
-    Raises:
-        ValueError: if there are less than two tokens, the segments are not one id a token,
-            `lengths` are no integers or, where Python or NumPy know them, lie outside `0 ... t`, or
-            where the model does.
-
     Example:
         >>> from torch_ref.models import GPT2, GPT2Config
         >>> model = GPT2(GPT2Config(6, 2, 3, context_length=8, vocab_size=11))
@@ -58,20 +53,25 @@ def next_token_loss(
         True
     """
     shape = tuple(tokens.shape)
+    # The mean of no token is no number.
     if shape[-1] < 2:
         raise ValueError(
             "the loss is that of the tokens after the first, so there must be two; got shape"
             f" {shape}. Leave out rows of one token"
         )
+    # Before the model runs: a float that is rounded down would be another token.
     check_ids(dtype_name(tokens.dtype))
     tokens = clipped(tokens, model.config.vocab_size)
     options = {"lengths": lengths, "dropout_key": dropout_key, **_packed(segments, shape)}
     logits = model(tokens, **options)
     counted = _targets(tokens, lengths, segments)
     logits = rearrange(logits.to(accumulation_dtype(logits.dtype)), "... t v -> (... t) v")
+    # What rolls around to the last place does not count.
     targets = tokens.roll(-1, dims=-1).flatten()
+    # Where torch would raise, a loss on a GPU under JAX cannot: both give NaN.
     inside = (targets >= 0) & (targets < logits.shape[-1])
     losses = functional.cross_entropy(logits, torch.where(inside, targets, 0), reduction="none")
+    # What does not count is 0, and not left out, so that a NaN in it does no harm.
     losses = torch.where(counted.flatten(), torch.where(inside, losses, torch.nan), 0)
     return losses.sum() / counted.sum().clamp(min=1)
 
@@ -92,10 +92,16 @@ def _targets(
     tokens: Tensor, lengths: ArrayLike | int | None, segments: ArrayLike | None
 ) -> Bool[Tensor, "*b t"]:
     """Return which tokens are followed by a target."""
-    b, t = tokens.shape if tokens.ndim == 2 else (1, len(tokens))
-    real = real_tokens(b, t, lengths, tokens.device).reshape(tokens.shape)
-    counted = torch.cat([real[..., 1:], torch.zeros_like(real[..., :1])], dim=-1)
+    *batch, t = tokens.shape
+    b = batch[0] if batch else 1
+    real = real_tokens(b, t, lengths, tokens.device)
+    real = real.reshape(tokens.shape)
+    # The last token has no next one.
+    counted = real.roll(-1, dims=-1)
+    counted[..., -1] = False
     if segments is None:
         return counted
+    # Nor has that of a document: what follows is another one.
     ids = torch.as_tensor(segments).expand(tokens.shape)
-    return counted & (ids == ids.roll(-1, dims=-1))
+    following = ids.roll(-1, dims=-1)
+    return counted & (ids == following)

@@ -15,28 +15,14 @@ from torch_ref.modules.typed import TypedModule
 class MaskedLMHead(TypedModule):
     """`norm(activation(dense(x))) @ table^T + bias`, with the table of the token embedding.
 
-    Args:
-        d_model: width of the tokens.
-        vocab_size: number of tokens.
-        norm: norm of the hidden features.
-        activation: activation of the hidden features.
-        dense_bias: whether the hidden layer has a bias.
-        bias: whether the logits have a bias.
-
     Shapes:
         `(..., d_model)` to `(..., vocab_size)`.
-
-    Raises:
-        ValueError: if the activation is unknown.
 
     Example:
         >>> from torch_ref import LayerNorm
         >>> table, head = Embedding(11, 4), MaskedLMHead(4, 11, LayerNorm(4))
         >>> head(torch.ones((2, 3, 4)), table).shape
         torch.Size([2, 3, 11])
-
-    References:
-        Devlin et al. 2018 (arXiv:1810.04805).
     """
 
     def __init__(
@@ -53,10 +39,12 @@ class MaskedLMHead(TypedModule):
         check_choice("activation", activation, tuple(ACTIVATIONS))
         self.dense = Linear(d_model, d_model, dense_bias)
         self.activation, self.norm = ACTIVATIONS[activation](), norm
+        # It starts at 0, as in transformers.
         self.bias = nn.Parameter(torch.zeros(vocab_size)) if bias else None
 
     def forward(
         self, x: Float[Tensor, "*shape d"], table: Embedding
     ) -> Float[Tensor, "*shape vocab"]:
+        # The table of the embedding is the last matrix: only the bias is the head's own.
         logits = table.attend(self.norm(self.activation(self.dense(x))))
         return logits if self.bias is None else logits + self.bias

@@ -14,17 +14,11 @@ class Mixtral(Decoder[MixtralConfig]):
 
     The arguments are those of `LanguageModel`.
 
-    Raises:
-        ValueError: where its layers do.
-
     Example:
         >>> import torch
         >>> config = MixtralConfig(8, 12, 4, 2, context_length=16, vocab_size=11, num_experts=4)
         >>> Mixtral(config)(torch.ones((3, 5), dtype=torch.long)).shape
         torch.Size([3, 5, 11])
-
-    References:
-        Jiang et al. 2024 (arXiv:2401.04088).
     """
 
     def feed_forward(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -32,6 +26,7 @@ class Mixtral(Decoder[MixtralConfig]):
     ) -> MixtureOfExperts:
         """Return the mixture of a layer."""
         config = self.config
+        # The mixture of the paper: weights of the chosen experts sum to 1.
         return MixtureOfExperts(
             Router(config.d_model, config.num_experts, config.top_k, **options),
             Experts(

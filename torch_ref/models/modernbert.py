@@ -29,17 +29,11 @@ class ModernBert(TextEncoder[ModernBertConfig]):
     The first block has no norm before its attention. The arguments are those of `Encoder`;
     `ModernBertModel` of transformers has the same function.
 
-    Raises:
-        ValueError: where its layers do.
-
     Example:
         >>> import torch
         >>> model = ModernBert(ModernBertConfig(6, 8, 3, 2, vocab_size=11))
         >>> model(torch.ones((4, 5), dtype=torch.long)).shape
         torch.Size([4, 5, 6])
-
-    References:
-        Warner et al. 2024 (arXiv:2412.13663).
     """
 
     def create_embeddings(self) -> None:
@@ -55,6 +49,7 @@ class ModernBert(TextEncoder[ModernBertConfig]):
         feed_forward = GatedFeedForward(
             config.d_model, config.d_hidden, config.activation, config.ff_bias
         )
+        # The embedding has a norm already, in front of the first layer.
         norm1 = self.norm() if layer else None
         attention = self.attention(layer, backend=backend)
         return TransformerBlock(attention, feed_forward, norm1, self.norm())
@@ -63,6 +58,7 @@ class ModernBert(TextEncoder[ModernBertConfig]):
         """Return the attention, full or local; `options` are arguments of `MultiHeadAttention`."""
         config, bias = self.config, self.config.attention_bias
         sizes = config.d_model, config.d_model, config.context_length, 0.0, config.num_heads, bias
+        # Full layers have a base of their own, for longer texts.
         if layer in config.full:
             return MultiHeadAttention(
                 *sizes, out_bias=bias, causal=False, rope=RoPE.of(config.rope), **options
@@ -70,6 +66,7 @@ class ModernBert(TextEncoder[ModernBertConfig]):
         return LocalAttention(
             *sizes,
             out_bias=bias,
+            # The window of the config counts both sides.
             reach=config.window // 2,
             rope=RoPE.of(config.local_rope),
             **options,
@@ -98,17 +95,11 @@ class ModernBertMaskedLM(ModernBert):
     The arguments are those of `Encoder`; `ModernBertForMaskedLM` of transformers has the same
     function.
 
-    Raises:
-        ValueError: where its layers do.
-
     Example:
         >>> import torch
         >>> model = ModernBertMaskedLM(ModernBertConfig(6, 8, 3, 2, vocab_size=11))
         >>> model(torch.ones((4, 5), dtype=torch.long)).shape
         torch.Size([4, 5, 11])
-
-    References:
-        Warner et al. 2024 (arXiv:2412.13663).
     """
 
     def create_head(self) -> None:

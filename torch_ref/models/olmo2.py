@@ -14,17 +14,11 @@ class Olmo2(Decoder[Olmo2Config]):
 
     Queries and keys are normed over all heads together. The arguments are those of `LanguageModel`.
 
-    Raises:
-        ValueError: where its layers do.
-
     Example:
         >>> import torch
         >>> config = Olmo2Config(8, 12, 4, 2, num_kv_heads=2, context_length=16, vocab_size=11)
         >>> Olmo2(config)(torch.ones((3, 5), dtype=torch.long)).shape
         torch.Size([3, 5, 11])
-
-    References:
-        OLMo Team 2024 (arXiv:2501.00656).
     """
 
     def attention(self, layer: int, **options: Any) -> MultiHeadAttention:
@@ -35,6 +29,7 @@ class Olmo2(Decoder[Olmo2Config]):
     def block_norms(self) -> dict[str, Any]:
         """Return the norms of a block, after both of its parts."""
         return {
+            # Without norms before the parts, what they add is normed alone.
             "norm1": None,
             "norm2": None,
             **{name: self.norm() for name in ("post_norm1", "post_norm2")},
@@ -43,5 +38,6 @@ class Olmo2(Decoder[Olmo2Config]):
     def head_norms(self) -> dict[str, Any]:
         """Return the norms of queries and keys, all heads together."""
         config = self.config
+        # As wide as all heads together, which tells the attention to join them.
         heads = {"q_norm": config.num_heads, "k_norm": config.num_kv_heads or config.num_heads}
         return {name: self.norm(number * config.head_width) for name, number in heads.items()}

@@ -9,15 +9,9 @@ class Phi3(Decoder[Phi3Config]):
 
     Its projections are fused in the files. The arguments are those of `LanguageModel`.
 
-    Raises:
-        ValueError: where its layers do.
-
     Example:
         >>> import torch
         >>> config = Phi3Config(8, 12, 4, 2, num_kv_heads=2, context_length=16, vocab_size=11)
         >>> Phi3(config)(torch.ones((3, 5), dtype=torch.long)).shape
         torch.Size([3, 5, 11])
-
-    References:
-        Microsoft 2024 (arXiv:2404.14219).
     """

@@ -12,17 +12,11 @@ class Qwen2(Decoder[Qwen2Config]):
 
     The arguments are those of `LanguageModel`.
 
-    Raises:
-        ValueError: where its layers do.
-
     Example:
         >>> import torch
         >>> config = Qwen2Config(8, 12, 4, 2, num_kv_heads=2, context_length=16, vocab_size=11)
         >>> Qwen2(config)(torch.ones((3, 5), dtype=torch.long)).shape
         torch.Size([3, 5, 11])
-
-    References:
-        Qwen Team 2024 (arXiv:2407.10671).
     """
 
     def attention(self, layer: int, **options: Any) -> MultiHeadAttention:

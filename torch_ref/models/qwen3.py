@@ -12,17 +12,11 @@ class Qwen3(Decoder[Qwen3Config]):
 
     The arguments are those of `LanguageModel`.
 
-    Raises:
-        ValueError: where its layers do.
-
     Example:
         >>> import torch
         >>> config = Qwen3Config(8, 12, 4, 2, num_kv_heads=2, context_length=16, vocab_size=11)
         >>> Qwen3(config)(torch.ones((3, 5), dtype=torch.long)).shape
         torch.Size([3, 5, 11])
-
-    References:
-        Qwen Team 2025 (arXiv:2505.09388).
     """
 
     def attention(self, layer: int, **options: Any) -> MultiHeadAttention:
@@ -32,4 +26,5 @@ class Qwen3(Decoder[Qwen3Config]):
 
     def head_norms(self) -> dict[str, Any]:
         """Return the norms of queries and keys, each head by itself."""
+        # As wide as one head, which tells the attention not to join them.
         return {name: self.norm(self.config.head_width) for name in ("q_norm", "k_norm")}

@@ -15,18 +15,12 @@ class Qwen3Moe(Qwen3):
 
     The arguments are those of `LanguageModel`.
 
-    Raises:
-        ValueError: where its layers do.
-
     Example:
         >>> import torch
         >>> config = Qwen3MoeConfig(8, 12, num_heads=4, num_layers=2, context_length=16,
         ...                         vocab_size=11, num_experts=4, top_k=2, d_expert=6)
         >>> Qwen3Moe(config)(torch.ones((3, 5), dtype=torch.long)).shape
         torch.Size([3, 5, 11])
-
-    References:
-        Qwen Team 2025 (arXiv:2505.09388).
     """
 
     config: Qwen3MoeConfig  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -36,6 +30,7 @@ class Qwen3Moe(Qwen3):
     ) -> GatedFeedForward | MixtureOfExperts:
         """Return the mixture of a layer, or its SwiGLU layer where it has none."""
         config = self.config
+        # Listed in the config, by number or as every n-th layer.
         if layer in config.dense_layers:
             return super().feed_forward(layer, **options)
         router = Router(

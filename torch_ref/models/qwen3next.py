@@ -21,9 +21,6 @@ class Qwen3Next(Qwen3Moe):
     The mixtures of experts have a shared expert. Norms have the factor `1 + scale`, except those
     within a DeltaNet. The arguments are those of `LanguageModel`.
 
-    Raises:
-        ValueError: where its layers do.
-
     Example:
         >>> import torch
         >>> config = Qwen3NextConfig(
@@ -31,15 +28,13 @@ class Qwen3Next(Qwen3Moe):
         ...     vocab_size=11, num_experts=4, top_k=2, linear_heads=4, linear_key_heads=2)
         >>> Qwen3Next(config)(torch.ones((3, 5), dtype=torch.long)).shape
         torch.Size([3, 5, 11])
-
-    References:
-        Qwen Team 2025 (arXiv:2505.09388); Yang et al. 2024, Gated DeltaNet (arXiv:2412.06464); Qiu
-        et al. 2025, the gate of the heads (arXiv:2505.06708).
     """
 
     config: Qwen3NextConfig  # pyright: ignore[reportIncompatibleVariableOverride]
 
-    def attention(self, layer: int, **options: Any) -> Attention:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def attention(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, layer: int, **options: Any
+    ) -> Attention:
         """Return the attention of a layer, gated, or its `GatedDeltaNet`."""
         config = self.config
         if layer in config.full_layers:
@@ -57,13 +52,14 @@ class Qwen3Next(Qwen3Moe):
 
     def feed_forward(self, layer: int, **options: Any) -> GatedFeedForward | MixtureOfExperts:
         """Return the mixture of a layer, with its shared expert, or the SwiGLU of a dense layer."""
-        mixture, config = super().feed_forward(layer, **options), self.config
+        mixture = super().feed_forward(layer, **options)
         if not isinstance(mixture, MixtureOfExperts):
             return mixture
-        shared = GatedFeedForward(config.d_model, config.d_shared, config.activation, **options)
-        return MixtureOfExperts(
-            mixture.router, mixture.experts, shared, Linear(config.d_model, 1, False, **options)
-        )
+        # One more expert, which computes every token, behind a gate of its own.
+        d, hidden = self.config.d_model, self.config.d_shared
+        shared = GatedFeedForward(d, hidden, self.config.activation, **options)
+        gate = Linear(d, 1, False, **options)
+        return MixtureOfExperts(mixture.router, mixture.experts, shared, gate)
 
     def norm(self, width: int | None = None, **options: Any) -> RMSNorm:
         """Return a norm whose factor is `1 + scale`."""

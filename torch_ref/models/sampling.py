@@ -19,21 +19,24 @@ def keep_most_likely(logits: Float[Tensor, "b v"], sampling: Sampling) -> Float[
         tensor([[ 0.0000, -0.5108,    -inf]])
     """
     logits = logits.to(accumulation_dtype(logits.dtype))
+    # Subtracted below: only differences count, and those of the likely words stay exact.
     largest = logits.amax(dim=-1, keepdim=True)
     # Divided first, several could be infinite, and the most likely would be lost among them.
-    logits = (logits - torch.where(largest.isfinite(), largest, 0)) / sampling.temperature
+    logits = logits - torch.where(largest.isfinite(), largest, 0)
+    logits = logits / sampling.temperature
     if sampling.top_k is not None and sampling.top_k < logits.shape[-1]:
-        logits = _from(logits, logits.topk(sampling.top_k).values[:, -1:])
+        largest = logits.topk(sampling.top_k).values
+        logits = _from(logits, largest[:, -1:])
     if sampling.top_p is not None:
         ordered = logits.sort(dim=-1, descending=True).values
         chances = ordered.softmax(dim=-1)
-        inside = (
-            chances.cumsum(dim=-1) - chances < sampling.top_p
-        )  # the more likely ones have less together
-        inside = inside | (
-            torch.arange(inside.shape[-1]) == 0
-        )  # a top_p below float32's numbers is 0
-        logits = _from(logits, torch.where(inside, ordered, torch.inf).amin(dim=-1, keepdim=True))
+        # A word is kept where the more likely ones have less than `top_p` together.
+        before = chances.cumsum(dim=-1) - chances
+        inside = before < sampling.top_p
+        # The first always, as a `top_p` below the numbers of float32 is 0.
+        first = torch.arange(inside.shape[-1]) == 0
+        kept = torch.where(inside | first, ordered, torch.inf)
+        logits = _from(logits, kept.amin(dim=-1, keepdim=True))
     return logits
 
 
@@ -51,15 +54,23 @@ def sample(
         >>> sample(torch.tensor([[0.0, 3.0, 1.0]]), Sampling(), torch.tensor([0, 0]), 0)
         tensor([1])
     """
+    # No number is drawn: the seed has no say.
     if sampling.greedy:
         return logits.argmax(dim=-1)
     kept = keep_most_likely(logits, sampling)
-    rows, words = (torch.arange(size) for size in logits.shape)
-    own = threefry_2x32((key[0], key[1]), (torch.as_tensor(step), rows[:, None]))
-    bits, _ = threefry_2x32(own, (words[None], torch.tensor(0)))
+    b, v = logits.shape
+    rows = torch.arange(b)[:, None]
+    words = torch.arange(v)[None]
+    # A number depends on the seed, the step, the row and the word alone, on both sides.
+    step = torch.as_tensor(step)
+    own = threefry_2x32((key[0], key[1]), (step, rows))
+    bits, _ = threefry_2x32(own, (words, torch.tensor(0)))
+    # Half a step from 0 and from 1, whose logarithms are no numbers.
     uniform = ((bits >> 8).to(kept.dtype) + 0.5) / 2**24
-    return (kept - torch.log(-torch.log(uniform))).argmax(dim=-1)
+    gumbel = -torch.log(-torch.log(uniform))
+    return (kept + gumbel).argmax(dim=-1)
 
 
 def _from(logits: Tensor, least: Tensor) -> Tensor:
+    # Words as likely as the least one are kept as well, on both sides.
     return torch.where(logits >= least, logits, -torch.inf)

@@ -10,19 +10,12 @@ class SmolLM3(Llama[SmolLM3Config]):
 
     The arguments are those of `LanguageModel`.
 
-    Raises:
-        ValueError: where its layers do.
-
     Example:
         >>> import torch
         >>> config = SmolLM3Config(
         ...     8, 12, 4, 2, 2, context_length=16, vocab_size=11, unrotated_layers=(1,))
         >>> SmolLM3(config)(torch.ones((3, 5), dtype=torch.long)).shape
         torch.Size([3, 5, 11])
-
-    References:
-        Bakouch et al. 2025, "SmolLM3: smol, multilingual, long-context reasoner"; Yang et al. 2025,
-        layers without positions (arXiv:2501.18795).
     """
 
     def rope(self, layer: int) -> RoPE | None:

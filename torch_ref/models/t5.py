@@ -31,9 +31,6 @@ class T5(EncoderDecoder[T5Config]):
     `T5ForConditionalGeneration` of transformers has the same function; in train mode it drops
     elements inside the feed-forward layer and behind the last norms too.
 
-    Raises:
-        ValueError: where its layers do.
-
     Example:
         >>> import torch
         >>> model = T5(T5Config(6, 8, 2, 4, 2, 1, vocab_size=11))
@@ -41,9 +38,6 @@ class T5(EncoderDecoder[T5Config]):
         >>> tokens = torch.ones((3, 5), dtype=torch.long)
         >>> model(inputs, tokens).shape
         torch.Size([3, 5, 11])
-
-    References:
-        Raffel et al. 2019 (arXiv:1910.10683); Shazeer 2020, gated (arXiv:2002.05202).
     """
 
     def create_embeddings(self) -> None:

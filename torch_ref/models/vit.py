@@ -20,17 +20,11 @@ class ViT(ImageEncoder[ViTConfig]):
     The arguments are those of `Encoder`; a call takes images `(b, c, height, width)` of the
     config's size. `ViTModel` of transformers has the same function.
 
-    Raises:
-        ValueError: where its layers do, or if images have another size.
-
     Example:
         >>> model = ViT(ViTConfig(6, 2, 3, image_size=(8, 6), patch_size=(4, 3)))
         >>> hidden = model(torch.ones((5, 3, 8, 6)))
         >>> hidden.shape, model.pooled(hidden).shape
         (torch.Size([5, 5, 6]), torch.Size([5, 6]))
-
-    References:
-        Dosovitskiy et al. 2020 (arXiv:2010.11929).
     """
 
     pooler: Linear | None
@@ -40,14 +34,11 @@ class ViT(ImageEncoder[ViTConfig]):
         super().create_head()
         d, d_pooled = self.config.d_model, self.config.d_pooled
         width = d if d_pooled is None else d_pooled
+        # A width of 0 says that there is none.
         self.pooler = Linear(d, width) if width else None
 
     def pooled(self, hidden: Tokens) -> Float[Tensor, "*b pooled"]:
-        """Return `tanh(pooler(x))` of the class token of `x`, a vector for the image.
-
-        Raises:
-            ValueError: if the model has no pooler.
-        """
+        """Return `tanh(pooler(x))` of the class token of `x`, a vector for the image."""
         if self.pooler is None:
             raise ValueError(
                 "this ViT has no pooler; got d_pooled=0. Take the class token, hidden[..., 0, :],"
@@ -62,20 +53,15 @@ class ViTClassifier(ViT):
     The arguments are those of `Encoder`; `ViTForImageClassification` of transformers has the same
     function.
 
-    Raises:
-        ValueError: where its layers do, or if images have another size.
-
     Example:
         >>> model = ViTClassifier(ViTConfig(6, 2, 3, image_size=(8, 6), patch_size=(4, 3)))
         >>> model(torch.ones((5, 3, 8, 6))).shape
         torch.Size([5, 2])
-
-    References:
-        Dosovitskiy et al. 2020 (arXiv:2010.11929).
     """
 
     def create_head(self) -> None:
         """Set the norm behind the blocks and the classifier."""
+        # The classifier reads the class token itself.
         self.final_norm, self.pooler = self.norm(), None
         self.classifier = Linear(self.config.d_model, len(self.config.labels))
 

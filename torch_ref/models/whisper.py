@@ -34,9 +34,6 @@ class Whisper(EncoderDecoder[WhisperConfig]):
     `enc_pos` starts as sinusoids. `WhisperForConditionalGeneration` of transformers has the same
     function, and does not train `enc_pos`.
 
-    Raises:
-        ValueError: where its layers do, or if the features have another number of bands or frames.
-
     Example:
         >>> config = WhisperConfig(6, 2, 1, 3, 1, 8, 10, num_mel=5, num_positions=7,
         ...                        context_length=9, vocab_size=11)
@@ -44,9 +41,6 @@ class Whisper(EncoderDecoder[WhisperConfig]):
         >>> features, tokens = torch.ones((3, 5, 14)), torch.ones((3, 4), dtype=torch.long)
         >>> model(features, tokens).shape
         torch.Size([3, 4, 11])
-
-    References:
-        Radford et al. 2022 (arXiv:2212.04356).
     """
 
     def create_embeddings(self) -> None:
@@ -71,22 +65,22 @@ class Whisper(EncoderDecoder[WhisperConfig]):
     def decoder_block(self, layer: int, backend: str) -> CrossBlock:
         """Return a block of the decoder."""
         config = self.config
-        attention = self.attention(config.num_decoder_heads, backend=backend)
-        sizes = config.d_model, config.d_model, config.attention_dropout, config.num_decoder_heads
-        cross = CrossAttention(*sizes, qkv_bias=True, backend=backend)
-        norms = (self.norm() for _ in range(3))
+        d, rate, heads = config.d_model, config.attention_dropout, config.num_decoder_heads
+        attention = self.attention(heads, backend=backend)
+        # Keys have no bias here either, as `CrossAttention` has none by default.
+        cross = CrossAttention(d, d, rate, heads, qkv_bias=True, backend=backend)
+        norms = [self.norm() for _ in range(3)]
         feed_forward = self.feed_forward(config.d_decoder_hidden)
-        return CrossBlock(
-            attention, cross, feed_forward, *norms, drop_shortcut=Dropout(config.dropout)
-        )
+        dropout = Dropout(config.dropout)
+        return CrossBlock(attention, cross, feed_forward, *norms, drop_shortcut=dropout)
 
     def attention(self, num_heads: int, *, backend: str, causal: bool = True) -> MultiHeadAttention:
         """Return the self-attention of a layer; a bias of keys would not change the softmax."""
-        d, length = self.config.d_model, self.config.context_length if causal else None
+        d, rate = self.config.d_model, self.config.attention_dropout
+        length = self.config.context_length if causal else None
         options = {"qkv_bias": True, "causal": causal, "backend": backend}
-        attention = MultiHeadAttention(
-            d, d, length, self.config.attention_dropout, num_heads, **options
-        )
+        attention = MultiHeadAttention(d, d, length, rate, num_heads, **options)
+        # A bias on keys adds the same to all scores of a query: Whisper has none.
         attention.W_key = Linear(d, d, False)
         return attention
 
@@ -108,6 +102,7 @@ class Whisper(EncoderDecoder[WhisperConfig]):
         self, inputs: Float[Tensor, "*b mel frames"], dropout_key: Tensor | None
     ) -> Tokens:
         """Return the vectors of sound, half as many as there are frames."""
+        # The encoder's positions are a table: sound of another length has none.
         check_features(tuple(inputs.shape), self.config.num_mel, 2 * self.config.num_positions)
         x = rearrange(inputs, "... mel frames -> ... frames mel")
         x = gelu(self.conv2(gelu(self.conv1(x)))) + self.enc_pos.weight

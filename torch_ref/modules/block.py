@@ -16,7 +16,8 @@ from torch_ref.modules.calls import Attention, Bias, CallOptions, run_layer
 from torch_ref.modules.dropout import Dropout
 from torch_ref.modules.typed import TypedModule
 
-_Part = nn.Module  # from tokens to tokens
+# A part of a block, from tokens to tokens.
+_Part = nn.Module
 
 
 class TransformerBlock(TypedModule):
@@ -30,24 +31,8 @@ class TransformerBlock(TypedModule):
     GPT-2 and Llama have `norm1` and `norm2` alone, Gemma 2 all four norms, OLMo 2 the post norms
     alone; the paper of 2017 and BERT are `norm_first=False`. A norm that is None is left out.
 
-    Args:
-        att: the attention, `d_model` wide at both ends: `MultiHeadAttention`, or what is called
-            like it.
-        ff: the feed-forward layer, or any other module from tokens to tokens.
-        norm1: norm of the attention.
-        norm2: norm of the feed-forward layer.
-        norm_first: whether `norm1` and `norm2` come before the layers, or after the sums.
-        post_norm1: norm of what the attention returns, with `norm_first`.
-        post_norm2: norm of what the feed-forward layer returns, with `norm_first`.
-        drop_shortcut: dropout of what either layer adds; None is no dropout.
-
     Shapes:
         `(t, d_model)` or `(b, t, d_model)`, kept; the weights are `(n, t, t)` or `(b, n, t, t)`.
-
-    Raises:
-        ValueError: if `att` or `drop_shortcut` is another kind of module, the parts differ in
-            width, or a norm stands where `norm_first=False` has none; in the call, where the
-            attention does.
 
     Example:
         >>> import torch
@@ -56,11 +41,6 @@ class TransformerBlock(TypedModule):
         >>> block = TransformerBlock(att, FeedForward(6), LayerNorm(6), LayerNorm(6))
         >>> block(torch.ones((4, 5, 6))).shape
         torch.Size([4, 5, 6])
-
-    References:
-        Vaswani et al. 2017 (arXiv:1706.03762); Xiong et al. 2020, norm before or after
-        (arXiv:2002.04745); Gemma Team 2024, norms before and after (arXiv:2408.00118); OLMo Team
-        2024 (arXiv:2501.00656).
     """
 
     def __init__(
@@ -80,6 +60,7 @@ class TransformerBlock(TypedModule):
         check_type(
             "drop_shortcut", drop_shortcut, Dropout | None, "drop_shortcut=Dropout(...), or None"
         )
+        # A norm that `norm_first` never calls would be a parameter that nothing trains.
         check_block_norms(norm_first, norm1, norm2, post_norm1, post_norm2)
         parts = {
             "ff": ff,
@@ -88,6 +69,7 @@ class TransformerBlock(TypedModule):
             "post_norm1": post_norm1,
             "post_norm2": post_norm2,
         }
+        # What states no width, such as a function, is not checked.
         widths = {name: getattr(part, "d_model", None) for name, part in parts.items()}
         # kdim and vdim are the widths of the key and value inputs, if there are any.
         inputs = {name: getattr(att, name, att.d_in) for name in ("d_out", "kdim", "vdim")}
@@ -117,6 +99,7 @@ class TransformerBlock(TypedModule):
         output.
         """
         check_tokens("x", x, "d_model", self.att.d_in, self.att.context_length)
+        # One for each place where numbers are dropped: equal keys would drop equal places.
         keys = [fold_in(dropout_key, i) for i in range(3)]
         attended = run_layer(
             self.att,
@@ -165,4 +148,5 @@ class TransformerBlock(TypedModule):
     ) -> Tensor:
         y = y if post_norm is None else post_norm(y)
         y = y if self.drop_shortcut is None else self.drop_shortcut(y, dropout_key=key)
+        # Post-norm is that of the first Transformer: the shortcut is normed as well.
         return x + y if self.norm_first or norm is None else norm(x + y)

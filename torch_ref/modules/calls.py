@@ -17,6 +17,7 @@ from torch_ref.modules.typed import TypedModule
 Bias = Float[Tensor, "..."] | Callable[[Tensor, Tensor], Tensor]
 
 
+# As a class, so that type checkers follow options that pass through several layers.
 class CallOptions(TypedDict, total=False):
     """Keyword arguments of a call; `MultiHeadAttention.attend` describes them."""
 
@@ -31,14 +32,6 @@ class Attention(TypedModule):
     """The attention of a block: a base class.
 
     `MultiHeadAttention` derives from it, as can your own module that is called in the same way.
-
-    Attributes:
-        d_in: width of the input.
-        d_out: width of the output.
-        context_length: maximum length of the input; None is no limit.
-        window: number of keys that a token attends to, and the least that the cache holds; None is
-            all.
-        rope: rotary positions; None where the module takes no `positions`.
 
     Example:
         >>> from torch_ref import Attention, FeedForward, Outputs, TransformerBlock
@@ -112,7 +105,10 @@ def run_layer(
 
     Where the output alone is requested it is a plain call: that is what hooks observe.
     """
-    requested: dict[str, Any] = {} if cache is None else {"cache": cache}
+    requested: dict[str, Any] = {}
+    # Named only where requested: a layer need not know both.
+    if cache is not None:
+        requested["cache"] = cache
     if return_weights:
         requested["return_weights"] = True
     if not requested:
@@ -128,11 +124,13 @@ def check_self_attention(
     cache: Cache | None,
 ) -> None:
     """Raise where positions have no rope, or where there is a key beside rope or a cache."""
+    # Else they would be dropped without a word.
     if rope is None and positions is not None:
         raise ValueError(
             "positions are for rope; got positions, rope=None. Construct the module with"
             " rope=RoPE()"
         )
+    # A key of another sequence has positions of its own, which no argument gives.
     if rope is not None and key is not None:
         raise ValueError(
             "rope rotates queries and keys by the positions of one sequence, in self-attention;"

@@ -18,15 +18,6 @@ class CausalAttention(SelfAttention):
         dropout(softmax(causal(q k^T / sqrt(d_key)))) v
         with q = x W_query, k = x W_key, v = x W_value
 
-    Args:
-        d_in: width of the input.
-        d_out: width of the values, and so of the output.
-        context_length: maximum length of the input; None is no limit.
-        dropout: the probability that a weight is dropped in train mode.
-        qkv_bias: whether the three projections have a bias.
-        d_key: width of queries and keys; None is d_out.
-        backend: name of an attention backend, or `"auto"`.
-
     Shapes:
         `(t, d_in)` to `(t, d_out)` or `(b, t, d_in)` to `(b, t, d_out)`; the weights are `(t, t)`
         or `(b, t, t)`.
@@ -41,9 +32,6 @@ class CausalAttention(SelfAttention):
         >>> layer = CausalAttention(3, 2, context_length=6, dropout=0.0)
         >>> layer(torch.ones((4, 6, 3))).shape
         torch.Size([4, 6, 2])
-
-    References:
-        Radford et al. 2018, "Improving Language Understanding by Generative Pre-Training".
     """
 
     def __init__(
@@ -57,6 +45,7 @@ class CausalAttention(SelfAttention):
         d_key: int | None = None,
         backend: str = "auto",
     ):
+        # Before any parameter is drawn: a refused layer must not take keys from a stream.
         check_context_length(context_length)
         super().__init__(d_in, d_out, qkv_bias, d_key=d_key, backend=backend)
         self.context_length = context_length
@@ -83,6 +72,7 @@ class CausalAttention(SelfAttention):
         check_tokens("x", x, "d_in", self.d_in, self.context_length)
         return attend_one_head(
             *self.project(x),
+            # The mask that is passed can hide more, and show nothing that is behind a token.
             mask=Mask.causal() & as_mask(mask, heads=False),
             dropout=self.dropout.keyed(dropout_key),
             backend=self.backend,

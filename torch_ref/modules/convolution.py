@@ -16,37 +16,26 @@ class Convolution(TypedModule):
     This product is a convolution: `proj` holds its weight `(d_model, channels, width)` as a matrix
     of `channels * width` rows.
 
-    Args:
-        channels: width of the input.
-        d_model: width of the output.
-        width: width of a window in tokens; odd.
-        stride: distance between windows in tokens.
-
     Shapes:
         `(b, t, channels)` or without b to `(b, t / stride, d_model)`, rounded up.
-
-    Raises:
-        ValueError: if a size is not positive or `width` is even; in the call, if the input has
-            another rank or width.
 
     Example:
         >>> import torch
         >>> Convolution(3, 4, 3, 2)(torch.ones((2, 7, 3))).shape
         torch.Size([2, 4, 4])
-
-    References:
-        Radford et al. 2022, Whisper (arXiv:2212.04356).
     """
 
     def __init__(self, channels: int, d_model: int, width: int, stride: int = 1):
         super().__init__()
         check_positive(channels=channels, stride=stride)
+        # An even kernel has no token in its middle, and would shift the output by half a step.
         check_odd(width=width)
         self.channels, self.width, self.stride = channels, width, stride
         self.proj = Linear(channels * width, d_model)
 
     def forward(self, x: Float[Tensor, "*b t c"]) -> Float[Tensor, "*b t2 d"]:
         check_tokens("x", x, "channels", self.channels, None)
+        # As many zeros on both sides: at a stride of 1 the output has as many tokens.
         windows = pad(x, (0, 0, self.width // 2, self.width // 2)).unfold(
             -2, self.width, self.stride
         )

@@ -25,35 +25,15 @@ class CrossAttention(TypedModule):
         out_proj(concat_i(dropout(softmax(q_i k_i^T / sqrt(h))) v_i))
         with k and v of the other sequence
 
-    Args:
-        d_in: width of the tokens, and of the output.
-        kdim: width of the tokens of the other sequence.
-        dropout: the probability that a weight is dropped in train mode.
-        num_heads: number of heads; divides d_in unless `head_dim` is given.
-        qkv_bias: whether the projections of queries and values have a bias.
-        key_bias: whether the projection of keys has a bias.
-        head_dim: width h of a head; None is `d_in / num_heads`.
-        out_bias: whether the output projection has a bias.
-        scores: scale and soft cap of the scores.
-        backend: name of an attention backend, or `"auto"`.
-
     Shapes:
         tokens `(b, t, d_in)` and the other sequence `(b, s, kdim)` to `(b, t, d_in)`, or all
         without b.
-
-    Raises:
-        ValueError: if the heads do not divide, a size is not positive, `dropout` lies outside [0,
-            1), the scores have more than a scale and a soft cap, or the backend is unknown; in the
-            call, if an input has another rank or width.
 
     Example:
         >>> layer = CrossAttention(6, 4, 0.0, 2)
         >>> kept = layer.keep(torch.ones((3, 7, 4)), lengths=torch.tensor([7, 2, 5]))
         >>> layer(torch.ones((3, 5, 6)), kept).shape
         torch.Size([3, 5, 6])
-
-    References:
-        Vaswani et al. 2017 (arXiv:1706.03762).
     """
 
     def __init__(
@@ -75,12 +55,15 @@ class CrossAttention(TypedModule):
         check_positive(kdim=kdim)
         check_backend(backend)
         check_type("scores", scores, Scores, "scores=Scores(soft_cap=50.0)")
+        # The positions of the other sequence are not those of the queries, which a function is
+        # given.
         if scores.sinks or scores.function is not None:
             raise ValueError(
                 "the scores of cross-attention have a scale and a soft cap alone; got"
                 f" sinks={scores.sinks}, function={scores.function}. Leave out sinks and function"
             )
         self.d_in, self.d_out, self.kdim, self.vdim = d_in, d_in, kdim, kdim
+        # As a `MultiHeadAttention` names them: caches and weights are read by these names.
         self.num_heads = self.num_kv_heads = num_heads
         self.head_dim = d_in // num_heads if head_dim is None else head_dim
         self.scores, self.backend = scores, backend
@@ -99,14 +82,15 @@ class CrossAttention(TypedModule):
         The first `lengths` tokens of each row are real; the rest is padding.
         """
         check_tokens("encoded", encoded, "kdim", self.kdim, None)
-        check_known_lengths(lengths, len(encoded) if encoded.ndim == 3 else 1, encoded.shape[-2])
-        pattern = "... s (k h) -> ... k s h"
-        key, value = (
-            rearrange(layer(encoded), pattern, k=self.num_heads)
-            for layer in (self.W_key, self.W_value)
-        )
-        given = torch.as_tensor(encoded.shape[-2] if lengths is None else lengths)
-        return KVCache(key, value, given.broadcast_to(key.shape[:-3]))
+        *batch, s, _ = encoded.shape
+        check_known_lengths(lengths, batch[0] if batch else 1, s)
+        key = self.W_key(encoded)
+        value = self.W_value(encoded)
+        key = rearrange(key, "... s (k h) -> ... k s h", k=self.num_heads)
+        value = rearrange(value, "... s (k h) -> ... k s h", k=self.num_heads)
+        # One number a row, also where one was given for all: rows can then be picked.
+        given = torch.as_tensor(s if lengths is None else lengths)
+        return KVCache(key, value, given.broadcast_to(batch))
 
     def forward(
         self, x: Float[Tensor, "*b t d"], kept: KVCache, *, dropout_key: Tensor | None = None
@@ -117,7 +101,8 @@ class CrossAttention(TypedModule):
         kept.check_heads(tuple(x.shape[:-2]), self.num_kv_heads, self.head_dim, self.head_dim)
         check_cache_window(kept.window, None)
         query = rearrange(self.W_query(x), "... t (n h) -> ... t n h", n=self.num_heads)
-        key, value = (rearrange(a, "... k s h -> ... s k h") for a in (kept.key, kept.value))
+        key = rearrange(kept.key, "... k s h -> ... s k h")
+        value = rearrange(kept.value, "... k s h -> ... s k h")
         context = dot_product_attention(
             query,
             key,

@@ -18,7 +18,8 @@ from torch_ref.modules.cross_attention import CrossAttention
 from torch_ref.modules.dropout import Dropout
 from torch_ref.modules.typed import TypedModule
 
-_Part = nn.Module  # from tokens to tokens
+# A part of a block, from tokens to tokens.
+_Part = nn.Module
 
 
 class CrossBlock(TypedModule):
@@ -34,22 +35,8 @@ class CrossBlock(TypedModule):
     T5 and Whisper have the norms before the layers; the paper of 2017 and, by default,
     `torch.nn.TransformerDecoderLayer` have them after the sums.
 
-    Args:
-        att: the self-attention, `d_model` wide at both ends.
-        cross: the cross-attention.
-        ff: the feed-forward layer, or any other module from tokens to tokens.
-        norm1: norm of the self-attention.
-        norm2: norm of the cross-attention.
-        norm3: norm of the feed-forward layer.
-        norm_first: whether the norms come before the layers, or after the sums.
-        drop_shortcut: dropout of what the layers add; None is no dropout.
-
     Shapes:
         `(t, d_model)` or `(b, t, d_model)`, kept.
-
-    Raises:
-        ValueError: if `att`, `cross` or `drop_shortcut` is another kind of module, or the parts
-            differ in width; in the call, where the parts do.
 
     Example:
         >>> from torch_ref import FeedForward, LayerNorm, MultiHeadAttention
@@ -58,10 +45,6 @@ class CrossBlock(TypedModule):
         >>> block = CrossBlock(att, cross, FeedForward(6), *norms)
         >>> block(torch.ones((4, 5, 6)), cross.keep(torch.ones((4, 7, 4)))).shape
         torch.Size([4, 5, 6])
-
-    References:
-        Vaswani et al. 2017 (arXiv:1706.03762); Raffel et al. 2019, norms before the layers
-        (arXiv:1910.10683).
     """
 
     def __init__(
@@ -78,11 +61,13 @@ class CrossBlock(TypedModule):
     ):
         super().__init__()
         check_type("att", att, Attention, "att=MultiHeadAttention(...)")
+        # By class: its keys and values are made once, by `keep`, and passed to every step.
         check_type("cross", cross, CrossAttention, "cross=CrossAttention(...)")
         check_type(
             "drop_shortcut", drop_shortcut, Dropout | None, "drop_shortcut=Dropout(...), or None"
         )
         parts = {"ff": ff, "norm1": norm1, "norm2": norm2, "norm3": norm3}
+        # What states no width, such as a function, is not checked.
         widths = {name: getattr(part, "d_model", None) for name, part in parts.items()}
         check_block_widths(att.d_in, {"d_out": att.d_out}, widths | {"cross": cross.d_in})
         self.norm_first = norm_first
@@ -108,10 +93,12 @@ class CrossBlock(TypedModule):
         Children 0 to 4 of `dropout_key` decide what is dropped: of the weights and the output of
         either attention, and of the feed-forward layer's output.
         """
+        # One for each place where numbers are dropped: equal keys would drop equal places.
         keys = [fold_in(dropout_key, i) for i in range(5)]
+        normed = self._before(self.norm1, x)
         attended = run_layer(
             self.att,
-            self._before(self.norm1, x),
+            normed,
             mask=mask,
             bias=bias,
             positions=positions,
@@ -120,9 +107,11 @@ class CrossBlock(TypedModule):
             dropout_key=keys[0],
         )
         x = self._add(x, attended.output, self.norm1, keys[1])
-        crossed = self.cross(self._before(self.norm2, x), kept, dropout_key=keys[2])
+        normed = self._before(self.norm2, x)
+        crossed = self.cross(normed, kept, dropout_key=keys[2])
         x = self._add(x, crossed, self.norm2, keys[3])
-        x = self._add(x, self.ff(self._before(self.norm3, x)), self.norm3, keys[4])
+        normed = self._before(self.norm3, x)
+        x = self._add(x, self.ff(normed), self.norm3, keys[4])
         return replace(attended, output=x)
 
     def forward(

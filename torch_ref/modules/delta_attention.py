@@ -33,24 +33,8 @@ class DeltaAttention(Attention):
     A subclass defines `create_parts`, `decay` and `gate`, as `GatedDeltaNet` and
     `KimiDeltaAttention` do. The norm is an `RMSNorm` over each head.
 
-    Args:
-        d_in: width of the input.
-        d_out: width of the output.
-        num_heads: number of heads of values, and of states.
-        head_dim: width h of a head of queries and keys.
-        num_key_heads: number of heads of queries and keys; divides num_heads. None is num_heads.
-        value_dim: width v of a head of values; None is head_dim.
-        kernel_size: kernel size of the convolutions.
-        eps: epsilon of the norm.
-
     Shapes:
         `(t, d_in)` to `(t, d_out)` or `(b, t, d_in)` to `(b, t, d_out)`.
-
-    Raises:
-        ValueError: if a size is not positive, or the heads of keys do not divide those of values;
-            in the call, if the input has another rank or width, if the mask is more than causal,
-            segments and lengths, or if the call asks for weights, a bias or positions, which a
-            state has not.
 
     Example:
         >>> class DeltaNet(DeltaAttention):
@@ -62,9 +46,6 @@ class DeltaAttention(Attention):
         ...         return torch.ones((*x.shape[:-1], self.num_heads, self.value_dim))
         >>> DeltaNet(6, 6, num_heads=2, head_dim=4)(torch.ones((2, 5, 6))).shape
         torch.Size([2, 5, 6])
-
-    References:
-        Yang et al. 2024, DeltaNet (arXiv:2406.06484).
     """
 
     def __init__(
@@ -80,6 +61,7 @@ class DeltaAttention(Attention):
         eps: float = 1e-6,
     ):
         super().__init__()
+        # Defaults first: the checks name the values that are used.
         num_key_heads = num_heads if num_key_heads is None else num_key_heads
         value_dim = head_dim if value_dim is None else value_dim
         check_positive(d_in=d_in, d_out=d_out, num_heads=num_heads, num_key_heads=num_key_heads)
@@ -100,6 +82,7 @@ class DeltaAttention(Attention):
         self.conv_query = ShortConvolution(keys, kernel_size)
         self.conv_key = ShortConvolution(keys, kernel_size)
         self.conv_value = ShortConvolution(values, kernel_size)
+        # Over each head: the state has no softmax that would bound what is read from it.
         self.norm = RMSNorm(value_dim, eps)
         self.out_proj = Linear(values, d_out, False)
         self.create_parts()
@@ -130,30 +113,24 @@ class DeltaAttention(Attention):
         cache: DeltaCache | None = None,
         **options: Any,
     ) -> Outputs[DeltaCache]:
-        """Return the output, with the new cache if there is a cache.
-
-        Args:
-            query: the input.
-            mask: causal, segments (documents one after another) and lengths; with a cache it is
-                that of the whole sequence, the same in every call.
-            lengths: number of real tokens in each row, `(b,)`; the rest is padding. None is all.
-            cache: state and last inputs, from `init_cache`.
-            options: the other options of a block's attention, left unset: there are no weights, no
-                bias, no positions and no dropout.
-        """
+        """Return the output, with the new cache if there is a cache."""
         check_tokens("query", query, "d_in", self.d_in, self.context_length)
         check_recurrent_options(options)
         if cache is not None:
             check_type("cache", cache, DeltaCache, "what init_cache of this layer returns")
-            cache.check_shapes(
-                DeltaCache.shapes(len(query) if query.ndim == 3 else None, **self._cached)
-            )
-        if query.ndim == 2:
-            batched = None if cache is None else _each(cache, lambda x: x[None])
-            output, after = self._attend(query[None], as_mask(mask), lengths, batched)
-            return Outputs(output[0], cache=None if after is None else _each(after, lambda x: x[0]))
-        output, after = self._attend(query, as_mask(mask), lengths, cache)
-        return Outputs(output, cache=after)
+            b = len(query) if query.ndim == 3 else None
+            wanted = DeltaCache.shapes(b, **self._cached)
+            cache.check_shapes(wanted)
+        # A sequence is computed as a batch of one.
+        single = query.ndim == 2
+        if single:
+            query = query[None]
+            cache = _each(cache, lambda x: x[None])
+        output, cache = self._attend(query, as_mask(mask), lengths, cache)
+        if single:
+            output = output[0]
+            cache = _each(cache, lambda x: x[0])
+        return Outputs(output, cache=cache)
 
     def init_cache(
         self, b: int | None, capacity: int, dtype: torch.dtype | None = None
@@ -177,32 +154,36 @@ class DeltaAttention(Attention):
         self, x: Tensor, mask: Mask, lengths: ArrayLike | int | None, cache: DeltaCache | None
     ) -> tuple[Tensor, DeltaCache | None]:
         b, t, _ = x.shape
-        order = (
-            torch.arange(t, device=x.device).expand(b, t) if cache is None else cache.positions(t)
-        )
+        if cache is None:
+            order = torch.arange(t, device=x.device).expand(b, t)
+        else:
+            order = cache.positions(t)
+        # A state forgets at the start of a document: a mask that says more cannot be honoured.
         starts, lengths = documents_of(mask, order, lengths)
-        after, lengths = (0, lengths) if cache is None else cache.count(t, lengths)
-        before = (None, None, None, None) if cache is None else tuple(cache.arrays.values())
+        after = 0
+        before = (None, None, None, None)
+        if cache is not None:
+            after, lengths = cache.count(t, lengths)
+            before = tuple(cache.arrays.values())
+        if lengths is not None:
+            # Padding must not reach the convolutions, which see tokens before their own.
+            x = torch.where(real_tokens(b, t, lengths, x.device)[..., None], x, 0)
         options = {"starts": starts, "lengths": lengths}
-        x = (
-            x
-            if lengths is None
-            else torch.where(real_tokens(b, t, lengths, x.device)[..., None], x, 0)
-        )
         query, last_query = self.conv_query(self.W_query(x), before[0], **options)
         key, last_key = self.conv_key(self.W_key(x), before[1], **options)
         value, last_value = self.conv_value(self.W_value(x), before[2], **options)
-        query, key = (
-            _unit(rearrange(y, "b t (k h) -> b t k h", h=self.head_dim)) for y in (query, key)
-        )
-        value = rearrange(value, "b t (n v) -> b t n v", n=self.num_heads)
-        beta = self.beta(x)
-        found = gated_delta_rule(query, key, value, self.decay(x), beta, state=before[3], **options)
+        query = rearrange(query, "b t (k h) -> b t k h", h=self.head_dim)
+        key = rearrange(key, "b t (k h) -> b t k h", h=self.head_dim)
+        value = rearrange(value, "b t (n v) -> b t n v", v=self.value_dim)
+        tokens = _unit(query), _unit(key), value, self.decay(x), self.beta(x)
+        found = gated_delta_rule(*tokens, state=before[3], **options)
         context = self._gated(found.output, x)
         if cache is not None:
             cache = DeltaCache(last_query, last_key, last_value, found.state, after)
+            # Numbers behind a cache that overflowed would be wrong, which is not to be missed.
             context = torch.where(cache.invalid[:, None, None, None], torch.nan, context)
-        return self.out_proj(rearrange(context, "b t n v -> b t (n v)")), cache
+        joined = rearrange(context, "b t n v -> b t (n v)")
+        return self.out_proj(joined), cache
 
     def _gated(self, heads: Tensor, x: Tensor) -> Tensor:
         return self.norm(heads) * self.gate(x)
@@ -211,9 +192,15 @@ class DeltaAttention(Attention):
 def _unit(x: Tensor) -> Tensor:
     """Return `x / sqrt(sum(x^2) + 1e-6)` over the last axis."""
     y = x.to(accumulation_dtype(x.dtype))
-    return (y * torch.rsqrt(y.square().sum(dim=-1, keepdim=True) + 1e-6)).to(x.dtype)
+    squares = y.square().sum(dim=-1, keepdim=True)
+    return (y * torch.rsqrt(squares + 1e-6)).to(x.dtype)
 
 
-def _each(cache: DeltaCache, change: Callable[[Tensor], Tensor]) -> DeltaCache:
+def _each(cache: DeltaCache | None, change: Callable[[Tensor], Tensor]) -> DeltaCache | None:
+    """Return a cache with every tensor changed, and None for none."""
+    if cache is None:
+        return None
+    # A length that is an integer is that of all rows.
     length = cache.length if isinstance(cache.length, int) else change(cache.length)
-    return cache.replace(**{name: change(x) for name, x in cache.arrays.items()}, length=length)
+    arrays = {name: change(x) for name, x in cache.arrays.items()}
+    return cache.replace(**arrays, length=length)

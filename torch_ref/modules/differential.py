@@ -28,28 +28,9 @@ class DifferentialAttention(MultiHeadAttention):
     values of both, as wide as two heads. `q1`, `k1`, `q2` and `k2` are the parameters `lambda_q1`
     to `lambda_k2`, shared by all heads. In train mode each softmax drops its own weights.
 
-    Args:
-        d_in: width of the input.
-        d_out: width of all query heads together, and of the output.
-        context_length: maximum length of the input; None is no limit.
-        dropout: the probability that a weight is dropped in train mode.
-        num_heads: number of query heads, even; divides d_out unless `head_dim` is given.
-        qkv_bias: whether the three input projections have a bias.
-        num_kv_heads: number of key/value heads, even; divides num_heads. None is num_heads.
-        head_dim: width h of a head; None is `d_out / num_heads`.
-        out_bias: whether the output projection has a bias.
-        window: number of keys that a token attends to, itself included; None is all.
-        rope: rotary positions of queries and keys; None is no rotation.
-        lambda_init: approximate initial value of lambda; `differential_lambda(layer)` in a model.
-        eps: epsilon of the norm of each pair of heads, which has no parameters.
-        backend: name of an attention backend, or `"auto"`.
-
     Shapes:
         `(b, t, d_in)` to `(b, t, d_out)`, weights `(b, n, t, t)`, those of both softmaxes; or all
         without b.
-
-    Raises:
-        ValueError: if the key/value heads are not pairs, or where `MultiHeadAttention` does.
 
     Example:
         >>> layer = DifferentialAttention(
@@ -57,9 +38,6 @@ class DifferentialAttention(MultiHeadAttention):
         ... )
         >>> layer(torch.ones((3, 5, 6))).shape
         torch.Size([3, 5, 8])
-
-    References:
-        Ye et al. 2024 (arXiv:2410.05258).
     """
 
     def __init__(
@@ -80,6 +58,7 @@ class DifferentialAttention(MultiHeadAttention):
         eps: float = 1e-5,
         backend: str = "auto",
     ):
+        # Before the parts are built, which would name another argument.
         _check_pairs(num_heads if num_kv_heads is None else num_kv_heads)
         super().__init__(
             *(d_in, d_out, context_length, dropout, num_heads, qkv_bias),
@@ -91,6 +70,7 @@ class DifferentialAttention(MultiHeadAttention):
             backend=backend,
         )
         self.lambda_init, self.eps = lambda_init, eps
+        # Both products start near 0, so that lambda starts near `lambda_init`.
         self.lambda_q1, self.lambda_k1, self.lambda_q2, self.lambda_k2 = (
             nn.Parameter(0.1 * torch.randn(self.head_dim)) for _ in range(4)
         )
@@ -112,8 +92,13 @@ class DifferentialAttention(MultiHeadAttention):
             q, k, values, *others, return_weights=return_weights, **options
         )
         first, second = heads.to(accumulation_dtype(heads.dtype)).chunk(2, dim=-2)
-        normed = rms_normed(first - self.difference().to(first.dtype) * second, self.eps)
-        return ((1 - self.lambda_init) * normed).to(heads.dtype), weights
+        factor = self.difference().to(first.dtype)
+        # Each head by itself, as a group norm does: their scales differ after the subtraction.
+        difference = first - factor * second
+        normed = rms_normed(difference, self.eps)
+        # What the subtraction takes from the heads at the start of training.
+        scale = 1 - self.lambda_init
+        return (scale * normed).to(heads.dtype), weights
 
 
 def differential_lambda(layer: int) -> float:

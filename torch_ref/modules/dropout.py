@@ -17,9 +17,6 @@ class Dropout(TypedModule):
     Each call draws a new key from torch's generator, unless it is given one. The same key drops the
     same elements here and in `flax_attn`.
 
-    Args:
-        rate: the probability that an element is dropped, in [0, 1).
-
     Shapes:
         `(t, d)` or `(b, t, d)`, kept.
 
@@ -42,12 +39,15 @@ class Dropout(TypedModule):
         """Return the dropout of this call, or None where nothing is dropped."""
         if not self.training or self.rate == 0:
             return None
+        # Drawn from torch's generator, so that `torch.manual_seed` decides.
         return KeyedDropout(self.rate, draw_key() if dropout_key is None else dropout_key)
 
     def forward(self, x: Tokens, *, dropout_key: Tensor | None = None) -> Tokens:
         dropout = self.keyed(dropout_key)
         if dropout is None:
             return x
-        b = x.shape[0] if x.ndim == 3 else 1
-        keep = keep_grid(dropout, (b, 1, *x.shape[-2:]), x.device).reshape(x.shape)
-        return drop(x, keep, self.rate)
+        # The same places as of weights `(b, n, t, s)`: features stand for keys, and one head for n.
+        *batch, t, d = x.shape
+        b = batch[0] if batch else 1
+        keep = keep_grid(dropout, (b, 1, t, d), x.device)
+        return drop(x, keep.reshape(x.shape), self.rate)

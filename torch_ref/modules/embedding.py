@@ -19,15 +19,8 @@ class Embedding(TypedModule, nn.Embedding):
     outside `0 ... size - 1` gives NaN: ids are not read on the host, so that a call does not wait
     for the device.
 
-    Args:
-        size: number of vectors.
-        d_model: width of a vector.
-
     Shapes:
         integers `(...)` to `(..., d_model)`; weight `(size, d_model)`.
-
-    Raises:
-        ValueError: if a size is not positive, or if ids are not integers.
 
     Example:
         >>> Embedding(5, 3)(torch.tensor([[0, 4]])).shape
@@ -39,8 +32,10 @@ class Embedding(TypedModule, nn.Embedding):
         super().__init__(size, d_model)
 
     def forward(self, ids: Integer[Tensor, "*shape"]) -> Float[Tensor, "*shape d"]:
+        # A float that is rounded down would look up a row without a word.
         check_ids(dtype_name(ids.dtype))
         ids = clipped(ids, self.num_embeddings)
+        # Where torch would raise on a CPU, and abort the process on a GPU, JAX gives NaN.
         inside = (ids >= 0) & (ids < self.num_embeddings)
         found = super().forward(torch.where(inside, ids, 0))
         return torch.where(inside[..., None], found, torch.nan)

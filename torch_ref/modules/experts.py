@@ -23,28 +23,20 @@ class ClampedSwiGLU(SwiGLUBounds, portable=True):
 
         min(gate, limit) * sigmoid(alpha * min(gate, limit)) * (clip(up, -limit, limit) + 1)
 
-    Args:
-        limit: bound of both branches; the gate has no lower bound.
-        alpha: slope of the sigmoid.
-
-    Raises:
-        ValueError: if the limit is not positive.
-
     Example:
         >>> gate, up = torch.tensor([-1.0, 9.0]), torch.tensor([0.0, 5.0])
         >>> activated = ClampedSwiGLU(limit=2.0)(gate, up)
         >>> [round(number, 3) for number in activated.tolist()]
         [-0.154, 5.807]
-
-    References:
-        OpenAI 2025, gpt-oss (arXiv:2508.10925).
     """
 
     def __call__(
         self, gate: Float[Tensor, "*shape h"], up: Float[Tensor, "*shape h"]
     ) -> Float[Tensor, "*shape h"]:
-        gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
-        return gate * torch.sigmoid(self.alpha * gate) * (up + 1)
+        bounded = gate.clamp(max=self.limit)
+        other = up.clamp(-self.limit, self.limit)
+        swish = bounded * torch.sigmoid(self.alpha * bounded)
+        return swish * (other + 1)
 
 
 class _Linears(TypedModule):
@@ -53,10 +45,13 @@ class _Linears(TypedModule):
     def __init__(self, num_experts: int, d_in: int, d_out: int, bias: bool):
         super().__init__()
         bound = d_in**-0.5
-        self.weight = nn.Parameter(torch.empty(num_experts, d_out, d_in).uniform_(-bound, bound))
-        self.bias = (
-            nn.Parameter(torch.empty(num_experts, d_out).uniform_(-bound, bound)) if bias else None
-        )
+        weight = torch.empty(num_experts, d_out, d_in)
+        self.weight = nn.Parameter(weight.uniform_(-bound, bound))
+        own = None
+        if bias:
+            values = torch.empty(num_experts, d_out)
+            own = nn.Parameter(values.uniform_(-bound, bound))
+        self.bias = own
 
     def forward(self, x: Float[Tensor, "e *shape d_in"]) -> Float[Tensor, "e *shape d_out"]:
         biases = [None] * len(x) if self.bias is None else self.bias
@@ -73,15 +68,6 @@ class Experts(TypedModule):
     No token is dropped, whatever the load of an expert. Here every expert computes every token, in
     any form.
 
-    Args:
-        num_experts: number of experts.
-        d_model: width of the tokens.
-        d_hidden: width inside an expert.
-        activation: `"silu"`, `"gelu_tanh"`, `"gelu_exact"`, or a function of gate and up that
-            replaces `activation(gate) * up`, such as a `ClampedSwiGLU`.
-        bias: whether the three layers of an expert have a bias.
-        form: `"auto"`, `"dense"` or `"sorted"`.
-
     Shapes:
         `(..., d_model)`, kept; weights `(num_experts, d_hidden, d_model)`, for `W_down`
         `(num_experts, d_model, d_hidden)`.
@@ -95,9 +81,6 @@ class Experts(TypedModule):
         >>> x = torch.ones((5, 3))
         >>> Experts(4, 3, 6)(x, Router(3, 4, top_k=2)(x)).shape
         torch.Size([5, 3])
-
-    References:
-        Shazeer et al. 2017 (arXiv:1701.06538); Gale et al. 2022, dropless (arXiv:2211.15841).
     """
 
     def __init__(
@@ -120,8 +103,10 @@ class Experts(TypedModule):
 
     def forward(self, x: Float[Tensor, "*shape d"], routing: Routing) -> Float[Tensor, "*shape d"]:
         check_width("x", x, "d_model", self.d_model)
+        # Every expert computes every token, which is plain, and slow: others have weight 0.
         every = x.expand(self.num_experts, *x.shape)
         outputs = self.W_down(self.activation(self.W_gate(every), self.W_up(every)))
+        # As a sum over all experts, so that the order of the chosen ones rounds nothing.
         chosen = nn.functional.one_hot(routing.experts, self.num_experts).to(outputs.dtype)
         weights = torch.einsum("...k,...ke->...e", routing.weights.to(outputs.dtype), chosen)
         return torch.einsum("...e,e...d->...d", weights, outputs)
@@ -132,17 +117,13 @@ def gated(
 ) -> Callable[[Tensor, Tensor], Tensor]:
     """Return the function of gate and up that an activation stands for.
 
-    Raises:
-        ValueError: if there is no activation of that name.
-
     Example:
         >>> gated("silu")(torch.tensor([0.0]), torch.tensor([3.0]))
         tensor([0.])
     """
     if not isinstance(activation, str):
-        check_type(
-            "activation", activation, Callable, 'activation="silu", or a function of gate and up'
-        )
+        remedy = 'activation="silu", or a function of gate and up'
+        check_type("activation", activation, Callable, remedy)
         return activation
     check_choice("activation", activation, tuple(ACTIVATIONS))
     return _Gated(ACTIVATIONS[activation]())

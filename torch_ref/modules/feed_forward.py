@@ -9,6 +9,7 @@ from attn_spec.checks import check_choice, check_positive, check_width
 from torch_ref.modules.linear import Linear
 from torch_ref.modules.typed import TypedModule
 
+# Modules, not functions: they stand in a `Sequential`, where state dicts count them.
 ACTIVATIONS = {
     "gelu_tanh": partial(nn.GELU, "tanh"),
     "gelu_exact": nn.GELU,
@@ -23,12 +24,6 @@ class FeedForward(TypedModule):
     The two forms of GELU differ by up to 5e-4: a model trained with one and run with the other is a
     different model.
 
-    Args:
-        d_model: width of input and output.
-        d_hidden: width in between; None is `4 * d_model`.
-        activation: `"gelu_tanh"` (GPT-2), `"gelu_exact"` (BERT), `"silu"` or `"relu"` (T5).
-        bias: whether the two layers have a bias.
-
     Shapes:
         `(..., d_model)`, kept.
 
@@ -40,9 +35,6 @@ class FeedForward(TypedModule):
         >>> import torch
         >>> FeedForward(3, 8)(torch.ones((5, 3))).shape
         torch.Size([5, 3])
-
-    References:
-        Hendrycks and Gimpel 2016 (arXiv:1606.08415).
     """
 
     def __init__(
@@ -73,12 +65,6 @@ class GatedFeedForward(TypedModule):
 
     This is SwiGLU with `"silu"` (Llama), and GeGLU with a GELU (Gemma).
 
-    Args:
-        d_model: width of input and output.
-        d_hidden: width in between; None is `4 * d_model`.
-        activation: `"silu"`, `"gelu_tanh"`, `"gelu_exact"` or `"relu"`.
-        bias: whether the three layers have a bias.
-
     Shapes:
         `(..., d_model)`, kept.
 
@@ -90,9 +76,6 @@ class GatedFeedForward(TypedModule):
         >>> import torch
         >>> GatedFeedForward(3, 8)(torch.ones((5, 3))).shape
         torch.Size([5, 3])
-
-    References:
-        Shazeer 2020 (arXiv:2002.05202).
     """
 
     def __init__(

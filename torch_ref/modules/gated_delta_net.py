@@ -19,18 +19,12 @@ class GatedDeltaNet(DeltaAttention):
     The arguments are those of `DeltaAttention`, which states the rest of the formula. Decoding a
     token takes as long after any number of tokens, and the cache does not grow.
 
-    Raises:
-        ValueError: where `DeltaAttention` does.
-
     Example:
         >>> import torch
         >>> layer = GatedDeltaNet(6, 6, num_heads=4, head_dim=3, num_key_heads=2)
         >>> found = layer.attend(torch.ones((2, 5, 6)), cache=layer.init_cache(2, 8))
         >>> found.output.shape, found.cache.state.shape
         (torch.Size([2, 5, 6]), torch.Size([2, 4, 3, 3]))
-
-    References:
-        Yang et al. 2024 (arXiv:2412.06464).
     """
 
     def create_parts(self) -> None:
@@ -41,6 +35,7 @@ class GatedDeltaNet(DeltaAttention):
 
     def decay(self, x: Tokens) -> Float[Tensor, "b t n"]:
         """Return the logarithm of one decay for each head."""
+        # One decay a head: without its axis of features.
         return self.rate(self.W_decay(x))[..., 0]
 
     def gate(self, x: Tokens) -> Float[Tensor, "b t n v"]:

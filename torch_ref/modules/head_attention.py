@@ -28,17 +28,6 @@ class HeadAttention(Attention):
     A subclass has these attributes and a method `_project`, which maps the inputs of a call and
     their positions to queries and to the keys and values that are cached.
 
-    Attributes:
-        num_heads: number of query heads.
-        head_dim: width of a query.
-        causal: whether a token attends only to itself and to the tokens before it.
-        scores: scale, soft cap, sinks and function of the scores.
-        sinks: parameter of the attention sinks; None is no sinks.
-        W_gate: projection to the gate of the heads; None is no gate.
-        out_proj: projection of the joined heads to the output.
-        dropout: dropout of the weights.
-        backend: name of an attention backend, or `"auto"`.
-
     Example:
         >>> from torch_ref import MultiHeadAttention
         >>> layer = MultiHeadAttention(6, 8, context_length=5, dropout=0.0, num_heads=4)
@@ -83,38 +72,43 @@ class HeadAttention(Attention):
             cache.check_heads(tuple(query.shape[:-2]), *self._cached)
             check_cache_window(cache.window, self.window)
         t = query.shape[-2]
-        query_positions = (
-            torch.arange(t, device=query.device) if cache is None else cache.positions(t, lengths)
-        )
+        if cache is None:
+            query_positions = torch.arange(t, device=query.device)
+        else:
+            query_positions = cache.positions(t, lengths)
         q, k, v = self._project(*inputs, query_positions if positions is None else positions)
         mask = self._mask(mask)
-        if cache is None:
-            key_positions = torch.arange(k.shape[-3], device=k.device)
-            mask = mask if lengths is None else mask & Mask.lengths(query=lengths, key=lengths)
-        else:
+        if cache is not None:
             k, v, mask, key_positions, cache = cache.extend(k, v, mask, lengths)
-        bias = bias(query_positions, key_positions) if callable(bias) else bias
-        score, dropout = (
-            placed_score(self.scores, query_positions, key_positions),
-            self.dropout.keyed(dropout_key),
-        )
+        else:
+            key_positions = torch.arange(k.shape[-3], device=k.device)
+            if lengths is not None:
+                mask &= Mask.lengths(query=lengths, key=lengths)
+        if callable(bias):
+            bias = bias(query_positions, key_positions)
+        score = placed_score(self.scores, query_positions, key_positions)
+        dropout = self.dropout.keyed(dropout_key)
         options = {"score": score, "dropout": dropout, "return_weights": return_weights}
         context, weights = self._attend(q, k, v, bias, mask, **options)
+        # What was computed for a row that got impossible lengths is wrong.
         if cache is not None:
             context = torch.where(cache.invalid[..., None, None, None], torch.nan, context)
         if self.W_gate is not None:
             context = gate_heads(self.W_gate(query), context)
-        output = checkpoint_name(
-            self.out_proj(rearrange(context, "... t n h -> ... t (n h)")), "output"
-        )
+        joined = rearrange(context, "... t n h -> ... t (n h)")
+        # The name is for checkpointing, which may keep this and compute the rest again.
+        output = checkpoint_name(self.out_proj(joined), "output")
         return Outputs(output, weights, cache)
 
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, *others: Any, return_weights: bool, **options: Any
     ) -> tuple[Tensor, Tensor | None]:
+        scale = self.scores.scale
+        if scale is None:
+            scale = self.head_dim**-0.5
         found = attend(
             *(q, k, v, *others),
-            scale=self.head_dim**-0.5 if self.scores.scale is None else self.scores.scale,
+            scale=scale,
             soft_cap=self.scores.soft_cap,
             sinks=self.sinks,
             backend=self.backend,
@@ -134,8 +128,7 @@ class HeadAttention(Attention):
         if self.window is None:
             check_capacity(capacity, self.context_length)
         *sizes, value_dim = self._cached
-        own = layer.weight
-        numerics = {"dtype": own.dtype if dtype is None else dtype, "device": own.device}
-        return KVCache.zeros(
-            b, capacity, *sizes, value_dim=value_dim, window=self.window, **numerics
-        )
+        if dtype is None:
+            dtype = layer.weight.dtype
+        options = {"value_dim": value_dim, "window": self.window, "dtype": dtype}
+        return KVCache.zeros(b, capacity, *sizes, **options, device=layer.weight.device)

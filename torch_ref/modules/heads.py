@@ -18,10 +18,6 @@ def norm_heads(norm: Norm | None, x: Float[Tensor, "*b t n h"]) -> Float[Tensor,
 
     The norm is over each head if it is as wide as one, and over all heads joined otherwise.
 
-    Args:
-        norm: norm over the last axis; None is no norm.
-        x: queries or keys.
-
     Example:
         >>> from torch_ref import RMSNorm
         >>> x = torch.arange(1.0, 7.0).reshape(1, 2, 3)
@@ -31,11 +27,11 @@ def norm_heads(norm: Norm | None, x: Float[Tensor, "*b t n h"]) -> Float[Tensor,
     """
     if norm is None:
         return x
+    # By the width, as OLMo 2 has one norm over all heads where Qwen 3 has one over each.
     if getattr(norm, "d_model", None) == x.shape[-1]:
         return norm(x)
-    return rearrange(
-        norm(rearrange(x, "... n h -> ... (n h)")), "... (n h) -> ... n h", n=x.shape[-2]
-    )
+    joined = rearrange(x, "... n h -> ... (n h)")
+    return rearrange(norm(joined), "... (n h) -> ... n h", n=x.shape[-2])
 
 
 def gate_heads(
@@ -43,16 +39,9 @@ def gate_heads(
 ) -> Float[Tensor, "*b t n h"]:
     """Return `sigmoid(gate) * x`, the sigmoid in at least float32.
 
-    Args:
-        gate: logits of the gate, `n` for one for each head, or `n * h` for one for each feature.
-        x: output of the heads.
-
     Example:
         >>> gate_heads(torch.zeros((1, 2)), torch.ones((1, 2, 3))).tolist()
         [[[0.5, 0.5, 0.5], [0.5, 0.5, 0.5]]]
-
-    References:
-        Qiu et al. 2025 (arXiv:2505.06708).
     """
     wide = accumulation_dtype(x.dtype)
     opened = torch.sigmoid(rearrange(gate, "... t (n h) -> ... t n h", n=x.shape[-2]).to(wide))

@@ -19,17 +19,11 @@ class KimiDeltaAttention(DeltaAttention):
     Both projections have the rank of a head's width. The arguments are those of `DeltaAttention`,
     which states the rest of the formula.
 
-    Raises:
-        ValueError: where `DeltaAttention` does.
-
     Example:
         >>> import torch
         >>> layer = KimiDeltaAttention(6, 6, num_heads=2, head_dim=4)
         >>> layer(torch.ones((2, 5, 6))).shape
         torch.Size([2, 5, 6])
-
-    References:
-        Kimi Team 2025 (arXiv:2510.26692).
     """
 
     def create_parts(self) -> None:
@@ -43,11 +37,12 @@ class KimiDeltaAttention(DeltaAttention):
 
     def decay(self, x: Tokens) -> Float[Tensor, "b t n h"]:
         """Return the logarithm of one decay for each feature of a key."""
+        # Of low rank, as a full matrix for a decay of each feature would be as large as a
+        # projection.
         return self.rate(self.W_decay_up(self.W_decay_down(x)))
 
     def gate(self, x: Tokens) -> Float[Tensor, "b t n v"]:
         """Return `sigmoid(x W_gate_down W_gate_up)`."""
-        gate = rearrange(
-            self.W_gate_up(self.W_gate_down(x)), "b t (n v) -> b t n v", n=self.num_heads
-        )
+        gate = self.W_gate_up(self.W_gate_down(x))
+        gate = rearrange(gate, "b t (n v) -> b t n v", n=self.num_heads)
         return gate.sigmoid()

@@ -52,38 +52,8 @@ class MultiHeadLatentAttention(HeadAttention):
     `"auto"` is `"absorbed"` where there are more keys than queries, as there are with a cache, and
     `"plain"` otherwise.
 
-    Args:
-        d_in: width of the input.
-        d_out: width of the output.
-        context_length: maximum length of the input; None is no limit.
-        dropout: the probability that a weight is dropped in train mode.
-        num_heads: number of heads.
-        qkv_bias: whether the projections of the input down to queries and latents have a bias.
-        kv_lora_rank: width of the latent of keys and values.
-        q_lora_rank: width of the latent of queries; None projects queries from the input itself.
-        qk_nope_head_dim: width of the part of a query and a key that is not rotated.
-        qk_rope_head_dim: width of the part of a query and a key that is rotated.
-        v_head_dim: width of a value.
-        out_bias: whether the output projection has a bias.
-        causal: whether a token attends only to itself and to the tokens before it.
-        window: number of keys that a token attends to, itself included; None is all. It needs
-            `causal`.
-        rope: rotary positions of the rotated parts; None is no rotation. DeepSeek interleaves them.
-        q_norm: norm of the latent of queries; None is no norm.
-        kv_norm: norm of the latent of keys and values; None is no norm.
-        scores: scale, soft cap and sinks of the scores.
-        form: `"auto"`, `"plain"` or `"absorbed"`.
-        backend: name of an attention backend, or `"auto"`.
-
     Shapes:
         `(b, t, d_in)` to `(b, t, d_out)`, weights `(b, n, t, s)`; or all without b.
-
-    Raises:
-        ValueError: if a size is not positive, a norm is not as wide as its latent or has none,
-            `dropout` lies outside [0, 1), `rope` does not fit, there is a window without `causal`,
-            or form or backend is unknown; in the call, if the input has another rank or width or is
-            longer than `context_length`, if mask, bias or positions do not fit, there are positions
-            without `rope`, or if the cache is that of another module or full.
 
     Example:
         >>> layer = MultiHeadLatentAttention(
@@ -94,9 +64,6 @@ class MultiHeadLatentAttention(HeadAttention):
         >>> found = layer.attend(torch.ones((2, 5, 6)), cache=layer.init_cache(2, 8))
         >>> found.output.shape, found.cache.key.shape, found.cache.value.numel()
         (torch.Size([2, 5, 6]), torch.Size([2, 1, 8, 5]), 0)
-
-    References:
-        DeepSeek-AI 2024, DeepSeek-V2 (arXiv:2405.04434) and V3 (arXiv:2412.19437).
     """
 
     def __init__(
@@ -140,9 +107,11 @@ class MultiHeadLatentAttention(HeadAttention):
         check_type("scores", scores, Scores, "scores=Scores(soft_cap=50.0)")
         if rope is not None:
             rope.check_head_dim(qk_rope_head_dim)
+        # Norms of latents, not of heads: their width is the rank.
         check_latent_norm("q_norm", q_norm, q_lora_rank)
         check_latent_norm("kv_norm", kv_norm, kv_lora_rank)
         self.d_in, self.d_out, self.num_heads = d_in, d_out, num_heads
+        # What the scale follows from: a query has both parts.
         self.head_dim = qk_nope_head_dim + qk_rope_head_dim
         self.kv_lora_rank, self.qk_nope_head_dim = kv_lora_rank, qk_nope_head_dim
         self.qk_rope_head_dim = qk_rope_head_dim
@@ -190,9 +159,6 @@ class MultiHeadLatentAttention(HeadAttention):
         """Return an empty cache of up to `capacity` tokens; see `MultiHeadAttention.init_cache`.
 
         `dtype` None is that of the projection to the latent.
-
-        Raises:
-            ValueError: if the capacity is beyond `context_length`, or less than the window.
         """
         return self._empty(b, capacity, dtype, self.W_latent)
 
@@ -212,25 +178,38 @@ class MultiHeadLatentAttention(HeadAttention):
 
     def _queries(self, x: Tensor, positions: ArrayLike) -> Tensor:
         """Return the queries `(b, t, n, h)`, their last features rotated."""
-        x = x if self.W_query_down is None else self.W_query_down(x)
-        x = x if self.q_norm is None else self.q_norm(x)
+        if self.W_query_down is not None:
+            x = self.W_query_down(x)
+        if self.q_norm is not None:
+            x = self.q_norm(x)
         to_heads: Linear = self.W_query or self.W_query_up  # pyright: ignore[reportAssignmentType]
         q = rearrange(to_heads(x), "... t (n h) -> ... t n h", n=self.num_heads)
-        plain, rotated = q[..., : self.qk_nope_head_dim], q[..., self.qk_nope_head_dim :]
-        rotated = rotated if self.rope is None else self.rope(rotated, positions)
+        width = self.qk_nope_head_dim
+        plain, rotated = q[..., :width], q[..., width:]
+        if self.rope is not None:
+            rotated = self.rope(rotated, positions)
         return torch.cat([plain, rotated], dim=-1)
 
     def _latents(self, x: Tensor, positions: ArrayLike) -> Tensor:
         """Return what is cached of tokens, `(b, t, 1, kv_lora_rank + qk_rope_head_dim)`."""
         both = self.W_latent(x)
-        latent, rotated = both[..., : self.kv_lora_rank], both[..., None, self.kv_lora_rank :]
-        latent = latent if self.kv_norm is None else self.kv_norm(latent)
-        rotated = rotated if self.rope is None else self.rope(rotated, positions)
+        latent = both[..., : self.kv_lora_rank]
+        # One head: all query heads share the rotated features, and the cache has an axis of heads.
+        rotated = both[..., None, self.kv_lora_rank :]
+        if self.kv_norm is not None:
+            latent = self.kv_norm(latent)
+        if self.rope is not None:
+            rotated = self.rope(rotated, positions)
         return torch.cat([latent[..., None, :], rotated], dim=-1)
 
     def _keys_and_values(self, latents: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys and values of all heads."""
-        latent, rotated = latents[..., 0, : self.kv_lora_rank], latents[..., self.kv_lora_rank :]
-        both = rearrange(self.W_key_value(latent), "... s (n h) -> ... s n h", n=self.num_heads)
-        k, v = both[..., : self.qk_nope_head_dim], both[..., self.qk_nope_head_dim :]
-        return torch.cat([k, rotated.expand(*k.shape[:-1], -1)], dim=-1), v
+        latent = latents[..., 0, : self.kv_lora_rank]
+        rotated = latents[..., self.kv_lora_rank :]
+        # Keys and values of all heads come from one matrix, as in the paper.
+        both = self.W_key_value(latent)
+        both = rearrange(both, "... s (n h) -> ... s n h", n=self.num_heads)
+        width = self.qk_nope_head_dim
+        k, v = both[..., :width], both[..., width:]
+        rotated = rotated.expand(*k.shape[:-1], -1)
+        return torch.cat([k, rotated], dim=-1), v

@@ -11,30 +11,22 @@ from torch_ref.modules.typed import TypedModule
 class LayerScale(TypedModule):
     """`x * scale` over the last axis; stands where a `TransformerBlock` has its post norms.
 
-    Args:
-        d_model: width of the input.
-        initial: initial value of the scale.
-
     Shapes:
         `(..., d_model)`, kept; `scale` is `(d_model,)`.
-
-    Raises:
-        ValueError: if `d_model` is not positive, or the input has another width.
 
     Example:
         >>> LayerScale(2, 0.5)(torch.tensor([1.0, 4.0]))
         tensor([0.5000, 2.0000], grad_fn=<MulBackward0>)
-
-    References:
-        Touvron et al. 2021 (arXiv:2103.17239).
     """
 
     def __init__(self, d_model: int, initial: float = 1.0):
         super().__init__()
         check_positive(d_model=d_model)
         self.d_model = d_model
+        # It starts small where a model is deep: each layer then adds little at first.
         self.scale = nn.Parameter(torch.full((d_model,), initial))
 
     def forward(self, x: Float[Tensor, "*shape d"]) -> Float[Tensor, "*shape d"]:
+        # Another width of 1 would broadcast.
         check_width("x", x, "d_model", self.d_model)
         return x * self.scale

@@ -9,11 +9,6 @@ from torch_ref.modules.typed import TypedModule
 class Linear(TypedModule, nn.Linear):
     """`x @ weight^T + bias`: `torch.nn.Linear`, which draws both uniform in +-1 / sqrt(d_in).
 
-    Args:
-        d_in: width of the input.
-        d_out: width of the output.
-        bias: whether to add a bias.
-
     Shapes:
         `(..., d_in)` to `(..., d_out)`; weight `(d_out, d_in)`, bias `(d_out,)`.
 
@@ -27,5 +22,6 @@ class Linear(TypedModule, nn.Linear):
     """
 
     def __init__(self, d_in: int, d_out: int, bias: bool = True):
+        # torch itself takes a width of 0, and warns that there is nothing to draw.
         check_positive(d_in=d_in, d_out=d_out)
         super().__init__(d_in, d_out, bias)

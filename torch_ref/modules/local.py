@@ -12,16 +12,8 @@ from torch_ref.modules.multi_head import MultiHeadAttention
 class LocalAttention(MultiHeadAttention):
     """Multi-head attention of every token to those at most `reach` before or after it.
 
-    Args:
-        sizes: the positional arguments of `MultiHeadAttention`.
-        reach: number of tokens that a token attends to on either side.
-        options: the other arguments of `MultiHeadAttention`, all but `causal` and `window`.
-
     Shapes:
         those of `MultiHeadAttention`.
-
-    Raises:
-        ValueError: if `reach` is not positive, or where `MultiHeadAttention` does.
 
     Example:
         >>> import torch
@@ -32,15 +24,14 @@ class LocalAttention(MultiHeadAttention):
                 [1, 1, 1, 0],
                 [0, 1, 1, 1],
                 [0, 0, 1, 1]], dtype=torch.int32)
-
-    References:
-        Beltagy et al. 2020 (arXiv:2004.05150); Warner et al. 2024, ModernBERT (arXiv:2412.13663).
     """
 
     def __init__(self, *sizes: Any, reach: int, **options: Any):
         check_positive(reach=reach)
+        # The window decides alone: a causal mask would hide all that is behind a token.
         super().__init__(*sizes, causal=False, **options)
         self.reach = reach
 
     def _mask(self, mask: Mask | Tensor | None) -> Mask:
+        # One mask for all layers: structure that kernels skip hidden blocks by.
         return Mask.window(self.reach, self.reach) & as_mask(mask)

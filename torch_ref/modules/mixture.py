@@ -21,20 +21,8 @@ class MixtureOfExperts(TypedModule):
     It is a feed-forward part of a `TransformerBlock`. No token is dropped. For a loss that balances
     the load of the experts see `load_balancing_loss`, which takes what `router` returns.
 
-    Args:
-        router: router that chooses the experts and their weights.
-        experts: the experts, as many as the router chooses from.
-        shared: layer that computes every token, such as a `GatedFeedForward`; None is no such layer
-            (DeepSeek-V3 has one).
-        shared_gate: linear layer to one feature; its sigmoid is a factor on the shared output. None
-            is no gate (Qwen2 has one).
-
     Shapes:
         `(..., d_model)`, kept.
-
-    Raises:
-        ValueError: if router and experts differ in number or width, the shared layer in width, or
-            there is a gate of no shared layer.
 
     Example:
         >>> import torch
@@ -43,9 +31,6 @@ class MixtureOfExperts(TypedModule):
         >>> experts, shared = Experts(4, 3, 6), GatedFeedForward(3, 8)
         >>> MixtureOfExperts(router, experts, shared)(torch.ones((5, 3))).shape
         torch.Size([5, 3])
-
-    References:
-        Shazeer et al. 2017 (arXiv:1701.06538); Dai et al. 2024, shared experts (arXiv:2401.06066).
     """
 
     def __init__(
@@ -56,6 +41,7 @@ class MixtureOfExperts(TypedModule):
         shared_gate: nn.Module | None = None,
     ):
         super().__init__()
+        # Both by class: the loss reads what a `Router` returns, and a mesh splits `Experts`.
         check_type("router", router, Router, "router=Router(...)")
         check_type("experts", experts, Experts, "experts=Experts(...)")
         sizes = (router.num_experts, router.d_model), (experts.num_experts, experts.d_model)
@@ -63,12 +49,15 @@ class MixtureOfExperts(TypedModule):
             *sizes, getattr(shared, "d_model", None), shared is None and shared_gate is not None
         )
         self.d_model = router.d_model
-        self.router, self.experts = router, experts
-        self.shared, self.shared_gate = shared, shared_gate
+        self.router = router
+        self.experts = experts
+        self.shared = shared
+        self.shared_gate = shared_gate
 
     def forward(self, x: Float[Tensor, "*shape d"]) -> Float[Tensor, "*shape d"]:
         y = self.experts(x, self.router(x))
         if self.shared is None:
             return y
+        # Every token has it, whatever the router chooses for the token.
         shared = self.shared(x)
         return y + (shared if self.shared_gate is None else self.shared_gate(x).sigmoid() * shared)

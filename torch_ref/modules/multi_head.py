@@ -39,32 +39,6 @@ class MultiHeadAttention(HeadAttention):
     `scores` sets the scale, a soft cap, attention sinks or a function of each score; `q_norm` and
     `k_norm` are norms of queries and keys; `output_gate` is a factor on the output of the heads.
 
-    Args:
-        d_in: width of the query input.
-        d_out: width of all query heads together, and of the output.
-        context_length: maximum length of the query and key inputs; None is no limit.
-        dropout: the probability that a weight is dropped in train mode.
-        num_heads: number of query heads; divides d_out unless `head_dim` is given.
-        qkv_bias: whether the three input projections have a bias.
-        num_kv_heads: number of key/value heads; divides num_heads. None is num_heads (multi-head),
-            fewer is grouped-query, 1 is multi-query attention.
-        head_dim: width h of a head; None is `d_out / num_heads`.
-        kdim: width of the key input; None is d_in.
-        vdim: width of the value input; None is d_in.
-        out_bias: whether the output projection has a bias.
-        causal: whether a token attends only to itself and to the tokens before it.
-        window: number of keys that a token attends to, itself included; None is all. It needs
-            `causal`.
-        rope: rotary positions of queries and keys, for self-attention; None is no rotation.
-        q_norm: norm of the queries before the rotation, as wide as a head or as all heads together;
-            None is no norm.
-        k_norm: norm of the keys, likewise.
-        output_gate: `"heads"` or `"features"`: what a head returns, or each feature of it, is
-            multiplied by `sigmoid(W_gate(query))`; None is no gate. `W_gate` has a bias where the
-            input projections have.
-        scores: scale, soft cap, sinks and function of the scores.
-        backend: name of an attention backend, or `"auto"`.
-
     Shapes:
         query `(b, t, d_in)`, key `(b, s, kdim)`, value `(b, s, vdim)` to `(b, t, d_out)`, weights
         `(b, n, t, s)`; or all without b.
@@ -84,11 +58,6 @@ class MultiHeadAttention(HeadAttention):
         >>> attended = layer.attend(torch.ones((3, 5, 6)), return_weights=True)
         >>> attended.output.shape, attended.weights.shape
         (torch.Size([3, 5, 8]), torch.Size([3, 4, 5, 5]))
-
-    References:
-        Vaswani et al. 2017 (arXiv:1706.03762); Shazeer 2019, multi-query (arXiv:1911.02150);
-        Ainslie et al. 2023, grouped-query (arXiv:2305.13245); Henry et al. 2020, norms of queries
-        and keys (arXiv:2010.04245); Qiu et al. 2025, gated outputs (arXiv:2505.06708).
     """
 
     def __init__(
@@ -115,6 +84,7 @@ class MultiHeadAttention(HeadAttention):
         backend: str = "auto",
     ):
         super().__init__()
+        # Defaults first: the checks name the values that are used.
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         kdim, vdim = d_in if kdim is None else kdim, d_in if vdim is None else vdim
         check_heads(d_out, num_heads, num_kv_heads, head_dim)
@@ -125,11 +95,13 @@ class MultiHeadAttention(HeadAttention):
         check_type("rope", rope, RoPE | None, "rope=RoPE(), or None")
         check_type("scores", scores, Scores, "scores=Scores(soft_cap=50.0)")
         head_dim = d_out // num_heads if head_dim is None else head_dim
+        # It rotates features in pairs, and may rotate a part of a head alone.
         if rope is not None:
             rope.check_head_dim(head_dim)
         for name, norm, heads in (("q_norm", q_norm, num_heads), ("k_norm", k_norm, num_kv_heads)):
             if norm is not None:
                 check_head_norm(name, getattr(norm, "d_model", None), head_dim, heads)
+        # A gate a feature, as in Qwen3-Next, or one a head.
         if output_gate is not None:
             check_choice("output_gate", output_gate, GATES)
         self.d_in, self.d_out, self.kdim, self.vdim = d_in, d_out, kdim, vdim
@@ -226,9 +198,6 @@ class MultiHeadAttention(HeadAttention):
         With `b` None it holds one sequence, without a batch axis. With a `window` it is a ring
         buffer: it keeps the last `capacity` tokens, and sequences have no end. `dtype` None is that
         of the key projection.
-
-        Raises:
-            ValueError: if the capacity is beyond `context_length`, or less than the window.
         """
         return self._empty(b, capacity, dtype, self.W_key)
 
@@ -239,14 +208,19 @@ class MultiHeadAttention(HeadAttention):
     def _project(
         self, query: Tensor, key: Tensor | None, value: Tensor | None, positions: ArrayLike
     ) -> tuple[Tensor, Tensor, Tensor]:
+        # Self-attention names its input once; keys of another sequence are its values, too.
         key = query if key is None else key
         value = key if value is None else value
         check_tokens("key", key, "kdim", self.kdim, self.context_length)
         check_tokens("value", value, "vdim", self.vdim, self.context_length)
-        q = rearrange(self.W_query(query), "... t (n h) -> ... t n h", n=self.num_heads)
-        k = rearrange(self.W_key(key), "... s (k h) -> ... s k h", k=self.num_kv_heads)
-        v = rearrange(self.W_value(value), "... s (k h) -> ... s k h", k=self.num_kv_heads)
-        q, k = norm_heads(self.q_norm, q), norm_heads(self.k_norm, k)
+        q, k, v = self.W_query(query), self.W_key(key), self.W_value(value)
+        q = rearrange(q, "... t (n h) -> ... t n h", n=self.num_heads)
+        k = rearrange(k, "... s (k h) -> ... s k h", k=self.num_kv_heads)
+        v = rearrange(v, "... s (k h) -> ... s k h", k=self.num_kv_heads)
+        # Before the rotation, which keeps lengths: a norm does not depend on the place of a token.
+        q = norm_heads(self.q_norm, q)
+        k = norm_heads(self.k_norm, k)
         if self.rope is not None:
-            q, k = self.rope(q, positions), self.rope(k, positions)
+            q = self.rope(q, positions)
+            k = self.rope(k, positions)
         return q, k, v

@@ -20,21 +20,9 @@ class MultiHeadAttentionWrapper(TypedModule):
     The plain way to many heads: n small products instead of one. `MultiHeadAttention` computes all
     heads at once.
 
-    Args:
-        d_in: width of the input.
-        d_out: width of each head's output; that of the module is `d_out * num_heads`.
-        context_length: maximum length of the input; None is no limit.
-        dropout: the probability that a weight is dropped in train mode.
-        num_heads: number of heads.
-        qkv_bias: whether the projections have a bias.
-        backend: name of an attention backend, or `"auto"`.
-
     Shapes:
         `(t, d_in)` to `(t, d_out * n)` or `(b, t, d_in)` to `(b, t, d_out * n)`; the weights are
         `(n, t, t)` or `(b, n, t, t)`.
-
-    Raises:
-        ValueError: where `CausalAttention` does, and if `num_heads` is not positive.
 
     Example:
         >>> layer = MultiHeadAttentionWrapper(3, 2, context_length=6, dropout=0.0, num_heads=4)
@@ -55,6 +43,7 @@ class MultiHeadAttentionWrapper(TypedModule):
     ):
         super().__init__()
         check_positive(num_heads=num_heads)
+        # Each draws its own parameters, one head after the other, as the book does.
         self.heads = nn.ModuleList(
             [
                 CausalAttention(d_in, d_out, context_length, dropout, qkv_bias, backend=backend)
@@ -76,6 +65,7 @@ class MultiHeadAttentionWrapper(TypedModule):
         """
         found = []
         for i, head in enumerate(self.heads):
+            # Equal keys would drop the same weights in every head.
             key = fold_in(dropout_key, i)
             options = {"mask": mask, "dropout_key": key, "return_weights": return_weights}
             found.append(run_layer(head, x, **options))

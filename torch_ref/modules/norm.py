@@ -15,23 +15,12 @@ class LayerNorm(TypedModule):
     The variance is the mean of `(x - mean)^2`, in two passes: `mean(x^2) - mean(x)^2` loses all
     digits where the mean is large. Statistics are taken in at least float32.
 
-    Args:
-        d_model: width of the input.
-        eps: added to the variance.
-        bias: whether there is a shift.
-
     Shapes:
         `(..., d_model)`, kept; `scale` and `shift` are `(d_model,)` and start at 1 and 0.
-
-    Raises:
-        ValueError: if `d_model` is not positive, `eps` is negative, or the input has another width.
 
     Example:
         >>> LayerNorm(4, eps=0.0)(torch.tensor([1000.0, 1000.0, 1002.0, 1002.0]))
         tensor([-1., -1.,  1.,  1.], grad_fn=<AddBackward0>)
-
-    References:
-        Ba et al. 2016 (arXiv:1607.06450).
     """
 
     def __init__(self, d_model: int, eps: float = 1e-5, bias: bool = True):
@@ -46,9 +35,12 @@ class LayerNorm(TypedModule):
         check_width("x", x, "d_model", self.d_model)
         dtype = torch.promote_types(x.dtype, self.scale.dtype)
         x = x.to(accumulation_dtype(x.dtype))
+        # What is left is centred, so that the mean of its squares is the variance.
         x = x - x.mean(dim=-1, keepdim=True)
-        x = x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + self.eps)
-        x = x * self.scale if self.shift is None else x * self.scale + self.shift
+        x = rms_normed(x, self.eps)
+        x = x * self.scale
+        if self.shift is not None:
+            x = x + self.shift
         return x.to(dtype)
 
 
@@ -58,25 +50,13 @@ class RMSNorm(TypedModule):
     With `zero_centred` the factor is `1 + scale`, as in Gemma: what weight decay pulls to 0 is the
     difference from 1.
 
-    Args:
-        d_model: width of the input.
-        eps: added to the mean square.
-        zero_centred: whether the factor is `1 + scale` and not `scale`.
-
     Shapes:
         `(..., d_model)`, kept; `scale` is `(d_model,)` and starts at 1, or at 0 if it is
         zero-centred.
 
-    Raises:
-        ValueError: if `d_model` is not positive, `eps` is negative, or the input has another width.
-
     Example:
         >>> RMSNorm(4, eps=0.0)(torch.tensor([2.0, -2.0, 2.0, 2.0]))
         tensor([ 1., -1.,  1.,  1.], grad_fn=<MulBackward0>)
-
-    References:
-        Zhang and Sennrich 2019 (arXiv:1910.07467); Gemma Team 2024, zero-centred
-        (arXiv:2403.08295).
     """
 
     def __init__(self, d_model: int, eps: float = 1e-5, *, zero_centred: bool = False):

@@ -16,27 +16,14 @@ class Patches(TypedModule):
     This product is a convolution with a stride of the kernel size: `proj` holds its weight
     `(d, c, height, width)` as a matrix of `c * height * width` rows.
 
-    Args:
-        d_model: width of the tokens.
-        channels: number of channels of the images.
-        height: height of a patch in pixels.
-        width: width of a patch in pixels.
-
     Shapes:
         images `(b, c, rows * height, columns * width)`, channels first as transformers has them, or
         without b, to `(b, rows * columns, d_model)`.
-
-    Raises:
-        ValueError: if a size is not positive; in the call, if an image has other channels, or
-            patches do not fill it.
 
     Example:
         >>> import torch
         >>> Patches(6, 3, 4, 2)(torch.ones((5, 3, 8, 8))).shape
         torch.Size([5, 8, 6])
-
-    References:
-        Dosovitskiy et al. 2020 (arXiv:2010.11929).
     """
 
     def __init__(self, d_model: int, channels: int, height: int, width: int):
@@ -46,6 +33,8 @@ class Patches(TypedModule):
         self.proj = Linear(channels * height * width, d_model)
 
     def forward(self, images: Float[Tensor, "*b c rows columns"]) -> Float[Tensor, "*b t d"]:
+        # Rows that are left over would be cut off without a word.
         check_image(tuple(images.shape), self.channels, self.height, self.width)
         sizes = {"p": self.height, "q": self.width}
+        # In the order of a kernel of `torch.nn.Conv2d`, so that its weights load.
         return self.proj(rearrange(images, "... c (i p) (j q) -> ... (i j) (c p q)", **sizes))

@@ -23,11 +23,6 @@ SCORES = {"softmax": nn.Softmax(dim=-1), "sigmoid": nn.Sigmoid()}
 class Routing(NamedTuple):
     """The experts of each token.
 
-    Args:
-        weights: weights of the chosen experts, `(..., k)`.
-        experts: indices of the chosen experts, `(..., k)`.
-        logits: logits of all experts, `(..., e)`.
-
     Example:
         >>> routing = Routing(torch.ones((1, 2)) / 2, torch.tensor([[0, 2]]), torch.ones((1, 4)))
         >>> routing.experts.tolist()
@@ -52,19 +47,6 @@ class Router(TypedModule):
     and only experts of the best `top_groups` groups are chosen (DeepSeek-V3). All of it is computed
     in at least float32.
 
-    Args:
-        d_model: width of the tokens.
-        num_experts: number of experts.
-        top_k: number of experts for each token.
-        scores: `"softmax"` or `"sigmoid"`.
-        renormalize: whether the weights of a token are divided by their sum.
-        scale: factor on the weights.
-        bias: whether the logits have a bias.
-        selection_bias: whether the choice of experts has a bias `(num_experts,)`. It starts at 0
-            and is not a parameter: training moves it by the load of the experts.
-        groups: number of groups of experts; 1 is no grouping.
-        top_groups: number of groups that a token's experts are chosen from.
-
     Shapes:
         `(..., d_model)` to a `Routing`: weights and experts `(..., top_k)`, logits
         `(..., num_experts)`.
@@ -78,10 +60,6 @@ class Router(TypedModule):
         >>> routing = Router(3, num_experts=4, top_k=2)(torch.ones((5, 3)))
         >>> routing.weights.shape, routing.logits.shape
         (torch.Size([5, 2]), torch.Size([5, 4]))
-
-    References:
-        Shazeer et al. 2017 (arXiv:1701.06538); Jiang et al. 2024, Mixtral (arXiv:2401.04088);
-        DeepSeek-AI 2024, groups and selection bias (arXiv:2412.19437).
     """
 
     selection_bias: Tensor | None
@@ -112,20 +90,26 @@ class Router(TypedModule):
 
     def forward(self, x: Float[Tensor, "*shape d"]) -> Routing:
         check_width("x", x, "d_model", self.d_model)
-        dtype = accumulation_dtype(torch.promote_types(x.dtype, self.W_router.weight.dtype))
-        bias = None if self.W_router.bias is None else self.W_router.bias.to(dtype)
-        logits = functional.linear(x.to(dtype), self.W_router.weight.to(dtype), bias)
+        # In float32 for lower dtypes: a rounded logit would choose another expert.
+        weight, bias = self.W_router.weight, self.W_router.bias
+        dtype = accumulation_dtype(torch.promote_types(x.dtype, weight.dtype))
+        if bias is not None:
+            bias = bias.to(dtype)
+        logits = functional.linear(x.to(dtype), weight.to(dtype), bias)
         scores = SCORES[self.scores](logits)
         weights, experts = self._chosen(scores, self._preferred(scores))
-        if self.renormalize:  # sigmoids may all vanish
-            weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
+        if self.renormalize:
+            # Sigmoids may all vanish.
+            total = weights.sum(dim=-1, keepdim=True) + 1e-20
+            weights = weights / total
+        # The loss is about the logits; the scale is of the output alone.
         return Routing(self.scale * weights, experts, logits)
 
     def _preferred(self, scores: Tensor) -> Tensor:
         """Return the scores that experts are chosen by."""
-        return (
-            scores if self.selection_bias is None else scores + self.selection_bias.to(scores.dtype)
-        )
+        if self.selection_bias is None:
+            return scores
+        return scores + self.selection_bias.to(scores.dtype)
 
     def _chosen(self, scores: Tensor, preferred: Tensor) -> tuple[Tensor, Tensor]:
         """Return the scores and the numbers of the experts of each token."""
@@ -137,10 +121,13 @@ class Router(TypedModule):
         if self.groups == 1:
             return scores
         grouped = rearrange(scores, "... (g e) -> ... g e", g=self.groups)
+        # A group is as good as its two best experts together, as in DeepSeek-V3.
         best_two = grouped.topk(2, dim=-1).values.sum(dim=-1)
         chosen = best_two.topk(self.top_groups, dim=-1).indices
-        open_groups = torch.zeros_like(best_two, dtype=torch.bool).scatter(-1, chosen, True)
-        return rearrange(grouped.where(open_groups[..., None], -torch.inf), "... g e -> ... (g e)")
+        closed = torch.ones_like(best_two, dtype=torch.bool)
+        closed = closed.scatter(-1, chosen, False)
+        eligible = grouped.masked_fill(closed[..., None], -torch.inf)
+        return rearrange(eligible, "... g e -> ... (g e)")
 
 
 def load_balancing_loss(
@@ -154,34 +141,24 @@ def load_balancing_loss(
     It is `top_k` where all experts have the same load, and more elsewhere. The tokens of all layers
     count together. The gradient is that of p alone.
 
-    Args:
-        routings: results of the routers of all layers.
-        mask: booleans, one for each token, True where it counts; None counts all.
-
-    Raises:
-        ValueError: if there is no routing.
-
     Example:
         >>> router = Router(3, num_experts=4, top_k=2)
         >>> load_balancing_loss([router(torch.ones((5, 3)))]).shape
         torch.Size([])
-
-    References:
-        Fedus et al. 2021, equations 4 to 6 (arXiv:2101.03961).
     """
     if not routings:
         raise ValueError(
             "the load is that of the routers of one layer at least; got no routing. Pass those of a"
             " model"
         )
+    # All layers count together, so that one of them may be uneven.
     logits = torch.stack([routing.logits for routing in routings])
     chosen = torch.stack([routing.experts for routing in routings])
-    real = (
-        logits.new_ones(logits.shape[1:-1], dtype=torch.bool)
-        if mask is None
-        else torch.as_tensor(mask).bool()
-    )
-    real = real.expand(logits.shape[:-1])
-    count = logits.shape[-1]
-    given = functional.one_hot(chosen, count).sum(dim=-2)[real].to(logits.dtype)
-    return count * (given.mean(dim=0) * logits.softmax(dim=-1)[real].mean(dim=0)).sum()
+    *shape, count = logits.shape
+    real = logits.new_ones(()) if mask is None else torch.as_tensor(mask)
+    real = real.bool().expand(shape)
+    # Only real tokens are counted: padding is routed as well.
+    given = functional.one_hot(chosen, count).sum(dim=-2).to(logits.dtype)
+    load = given[real].mean(dim=0)
+    probability = logits.softmax(dim=-1)[real].mean(dim=0)
+    return count * (load * probability).sum()

@@ -17,13 +17,6 @@ class SelfAttention(TypedModule):
 
         softmax(q k^T / sqrt(d_key)) v    with q = x W_query, k = x W_key, v = x W_value
 
-    Args:
-        d_in: width of the input.
-        d_out: width of the values, and so of the output.
-        qkv_bias: whether the three projections have a bias.
-        d_key: width of queries and keys; None is d_out.
-        backend: name of an attention backend, or `"auto"`.
-
     Shapes:
         `(t, d_in)` to `(t, d_out)` or `(b, t, d_in)` to `(b, t, d_out)`; the weights are `(t, t)`
         or `(b, t, t)`.
@@ -38,9 +31,6 @@ class SelfAttention(TypedModule):
         >>> layer = SelfAttention(3, 2)
         >>> layer(torch.ones((6, 3))).shape
         torch.Size([6, 2])
-
-    References:
-        Vaswani et al. 2017 (arXiv:1706.03762), section 3.2.1.
     """
 
     def __init__(
@@ -53,6 +43,7 @@ class SelfAttention(TypedModule):
         backend: str = "auto",
     ):
         super().__init__()
+        # Products of queries and keys do not depend on the width of the values.
         d_key = d_out if d_key is None else d_key
         check_positive(d_in=d_in, d_out=d_out, d_key=d_key)
         check_backend(backend)
@@ -71,6 +62,7 @@ class SelfAttention(TypedModule):
     ) -> Outputs[Cache]:
         """Return the context vectors, with the weights if `return_weights`."""
         check_tokens("x", x, "d_in", self.d_in, None)
+        # Without the axis of heads, which the textbook's formula does not have either.
         return attend_one_head(
             *self.project(x),
             mask=mask,

@@ -14,16 +14,9 @@ from torch_ref.modules.typed import TypedModule
 class ShortConvolution(TypedModule):
     """`silu(short_convolution(x, weight^T))`: causal, each feature for itself.
 
-    Args:
-        d_model: width of the input.
-        kernel_size: number of tokens that an output is computed from, its own included.
-
     Shapes:
         `(t, d_model)` or `(b, t, d_model)`, kept; weight `(d_model, kernel_size)`, drawn as in
         `torch.nn.Conv1d`.
-
-    Raises:
-        ValueError: if a size is not positive, or the input or the state has another shape.
 
     Example:
         >>> convolution = ShortConvolution(3, 4)
@@ -48,5 +41,6 @@ class ShortConvolution(TypedModule):
         lengths: ArrayLike | int | None = None,
     ) -> Convolved:
         """Return the output and the inputs that the next tokens need; see `short_convolution`."""
+        # The state is what decoding needs: the last inputs before the next token.
         output, state = short_convolution(x, self.weight.T, state, starts=starts, lengths=lengths)
         return Convolved(functional.silu(output), state)

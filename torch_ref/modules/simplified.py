@@ -13,14 +13,8 @@ from torch_ref.modules.typed import TypedModule
 class SimplifiedSelfAttention(TypedModule):
     """`softmax(x x^T) x`: no parameters, no scaling.
 
-    Args:
-        backend: name of an attention backend, or `"auto"`.
-
     Shapes:
         `(t, d)` or `(b, t, d)`, kept; the weights are `(t, t)` or `(b, t, t)`.
-
-    Raises:
-        ValueError: if the backend is unknown; in the call, if the input has another rank.
 
     Example:
         >>> import torch
@@ -36,9 +30,17 @@ class SimplifiedSelfAttention(TypedModule):
 
     def attend(self, x: Tokens, *, return_weights: bool = False) -> Outputs[Cache]:
         """Return the context vectors, with the weights if `return_weights`."""
+        # Any width does, so that only the rank is checked.
         check_tokens("x", x, "d", x.shape[-1], None)
         return attend_one_head(
-            x, x, x, scale=1.0, backend=self.backend, return_weights=return_weights
+            # The idea alone is not scaled; the default would divide by the square root of the
+            # width.
+            x,
+            x,
+            x,
+            scale=1.0,
+            backend=self.backend,
+            return_weights=return_weights,
         )
 
     def forward(self, x: Tokens) -> Tensor:

@@ -28,4 +28,6 @@ class TypedModule(nn.Module):
     if TYPE_CHECKING:
 
         @property
-        def __call__(self: _HasForward[_Forward_co]) -> _Forward_co: ...  # pyright: ignore[reportIncompatibleMethodOverride]
+        def __call__(  # pyright: ignore[reportIncompatibleMethodOverride]
+            self: _HasForward[_Forward_co],
+        ) -> _Forward_co: ...
