@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from flax_attn.parity.adapters.adapter import NotRun, RunSpec
+from flax_attn.parity.adapters.adapter import NotRun
 from flax_attn.parity.adapters.jax_adapter import JaxAdapter
 from flax_attn.parity.adapters.recording import Recording, RecordingAdapter
 from flax_attn.parity.check import Check, worst_of

@@ -27,7 +27,7 @@ def auto(flax_module: Any, torch_module: Any, *, rules: Sequence[Rule] = ()) -> 
     Layers are paired by kind and by the shapes of what they hold; where several fit, by name
     (`W_query`, `q_proj` and `query` mean the same), by number (`norm1` and `ln_1`), or by order
     where both modules hold the same kinds of layers in the same order. Query, key and value are
-    never told apart by order. What PyTorch packs (`in_proj_weight`, the weights of recurrent layers)
+    never told apart by order. What PyTorch packs (`in_proj_weight`, weights of recurrent layers)
     is paired with a parameter of your own module that has its name and shape. Print the result to
     see the pairs.
 
