@@ -573,6 +573,15 @@ def test_a_small_model_of_transformers_computes_in_float64(kind):
     assert torch.get_default_dtype() == torch.float32
 
 
+def test_the_folders_of_what_was_compared_are_searched_no_longer(modules):
+    before = list(sys.path)
+    specs = [f"{modules}:flax_linear", f"{modules}:torch_linear"]
+    assert main(["compare", *specs, *X, *FORWARD, "--json", "r.json"]) == 2
+    assert sys.path == before
+    assert main(["verify", "r.json"]) in (0, 2)
+    assert sys.path == before
+
+
 @pytest.mark.parametrize("kind", ["swin", "convnext", "vit"])
 def test_a_small_model_of_images_runs(kind):
     model = hugging_face.build(kind)
