@@ -105,7 +105,7 @@ def nonfinite_padding(pair: Pair) -> StressInput:
 
 
 def huge_scores(pair: Pair) -> StressInput:
-    """Weight matrices up to 1000 times as large: behind a norm, no input makes large scores."""
+    """Weight matrices up to 1e6 times as large: behind a norm, no input makes large scores."""
     matrices = [name for name in sorted(pair.trainable) if pair.weights[name].ndim > 1]
     if not matrices:
         raise NotRun("no shared parameter is a matrix")
@@ -113,10 +113,10 @@ def huge_scores(pair: Pair) -> StressInput:
     # Of either sign, so that all scores that someone sees may be far below 0.
     signs = {name: random.choice([-1, 1], pair.weights[name].shape[0]) for name in matrices}
     for scale in SCALES:
-        larger = {}
+        weights = dict(pair.weights)
         for name in matrices:
-            larger[name] = (scale * signs[name] * pair.weights[name].T).T
-        weights = pair.weights | larger
+            rows = scale * signs[name]
+            weights[name] = (rows * pair.weights[name].T).T
         if _is_stable(pair, f"huge scores, weights times {scale}", weights):
             return StressInput(pair.inputs, dict(pair.extras), weights)
     raise Untested(
@@ -185,13 +185,15 @@ def _judged(name: str, pair: Pair, hard: StressInput, within: dict[str, float]) 
 
 def _excesses(ours: Result, theirs: Result, moved: Sequence[Result]) -> dict[str, float]:
     """Return the errors of outputs and gradients over what is allowed."""
-    outputs, gradients = theirs.outputs, theirs.gradients
-    found = tolerance.relative(ours.outputs, outputs)
-    rounding = [tolerance.relative(draw.outputs, outputs) for draw in moved]
-    errors = tolerance.amplified(found, rounding, tolerance.FORWARD, tolerance.MOST_FORWARD)
-    found = tolerance.gradient_errors(ours.gradients, gradients)
-    rounding = [tolerance.gradient_errors(draw.gradients, gradients) for draw in moved]
-    return errors | tolerance.amplified(found, rounding, tolerance.GRADIENT)
+    outputs, *rounding = [
+        tolerance.relative(result.outputs, theirs.outputs) for result in (ours, *moved)
+    ]
+    most = tolerance.MOST_FORWARD
+    errors = tolerance.amplified(outputs, rounding, tolerance.FORWARD, most)
+    gradients, *rounding = [
+        tolerance.gradient_errors(result.gradients, theirs.gradients) for result in (ours, *moved)
+    ]
+    return errors | tolerance.amplified(gradients, rounding, tolerance.GRADIENT)
 
 
 def draws(pair: Pair, framework: str, spec: RunSpec, count: int = tolerance.DRAWS) -> list[Result]:

@@ -80,10 +80,20 @@ class FunctionDtypes(TorchDispatchMode):
         name = FUNCTIONS.get(func.overloadpacket.__name__)
         operands = _floating(args)
         if name and operands:
-            frames = [(frame.f_code.co_filename, line) for frame, line in walk_stack(None)]
-            place = place_of([frame for frame in frames if frame[0] != __file__])
-            self.taken.append((name, operands[0].dtype == self._dtype, str(place or "its layer")))
+            low = operands[0].dtype == self._dtype
+            self.taken.append((name, low, _caller()))
         return func(*args, **(kwargs or {}))
+
+
+def _caller() -> str:
+    """Return the line of the user that runs an operation."""
+    frames = []
+    for frame, line in walk_stack(None):
+        file = frame.f_code.co_filename
+        # This file belongs to the harness, where the search for a user's line ends.
+        if file != __file__:
+            frames.append((file, line))
+    return str(place_of(frames) or "a line that is not known")
 
 
 def _floating(tree: Any) -> list[torch.Tensor]:
