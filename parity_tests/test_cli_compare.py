@@ -573,6 +573,25 @@ def test_a_small_model_of_transformers_computes_in_float64(kind):
     assert torch.get_default_dtype() == torch.float32
 
 
+def test_the_folders_of_what_was_compared_are_searched_no_longer(modules):
+    before = list(sys.path)
+    specs = [f"{modules}:flax_linear", f"{modules}:torch_linear"]
+    assert main(["compare", *specs, *X, *FORWARD, "--json", "r.json"]) == 2
+    assert sys.path == before
+    assert main(["verify", "r.json"]) in (0, 2)
+    assert sys.path == before
+
+
+@pytest.mark.parametrize("kind", ["swin", "convnext", "vit"])
+def test_a_small_model_of_images_runs(kind):
+    model = hugging_face.build(kind)
+    size = model.config.image_size
+    images = torch.randn(2, 3, size, size, dtype=torch.float64)
+    output = hugging_face.call(model, images)
+    assert output.dtype == torch.float64
+    assert sum(weight.numel() for weight in model.parameters()) < 300_000
+
+
 def test_our_qwen3_equals_that_of_transformers_from_a_shell(modules):
     Path("ours.py").write_text(QWEN3)
     specs = ["ours.py:make", "hf:qwen3", "--input", "int:2,7:0..98", "--layout", "ours.py:LAYOUT"]

@@ -111,19 +111,19 @@ def reported(request: Request, options: argparse.Namespace) -> Report:
     from flax_attn.convert import ConversionError
     from flax_attn.parity.adapters.adapter import PairingError
 
-    loader = Loader()
-    try:
-        return _report(request, loader, options)
-    except (CannotCompareError, PairingError, ConversionError) as error:
-        reason = str(error)
-    except common.UsageError:
-        raise
-    # Who reads the report must not mistake it for a difference.
-    except Exception as error:
-        traceback.print_exc()
-        reason = f"the comparison itself raised {type(error).__name__}: {error}"
-    print(f"flax-attn: could not compare: {reason}", file=sys.stderr)
-    return _refused(reason, replace(request, files=loader.files()), options)
+    with Loader() as loader:
+        try:
+            return _report(request, loader, options)
+        except (CannotCompareError, PairingError, ConversionError) as error:
+            reason = str(error)
+        except common.UsageError:
+            raise
+        # Who reads the report must not mistake it for a difference.
+        except Exception as error:
+            traceback.print_exc()
+            reason = f"the comparison itself raised {type(error).__name__}: {error}"
+        print(f"flax-attn: could not compare: {reason}", file=sys.stderr)
+        return _refused(reason, replace(request, files=loader.files()), options)
 
 
 def _report(request: Request, loader: Loader, options: argparse.Namespace) -> Report:

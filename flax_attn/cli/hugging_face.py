@@ -36,6 +36,15 @@ SMALL = {
     "patch_size": 4,
 }
 
+# The same of a model in stages, such as Swin and ConvNeXt: the widths of all follow from these.
+STAGES = {
+    "depths": [1, 2, 1, 1],
+    "hidden_sizes": [8, 16, 20, 32],
+    "embed_dim": 12,
+    "window_size": 2,
+    "image_size": 64,
+}
+
 
 def build(kind: str) -> Any:
     """Return a small model of a type in eval mode, with random weights.
@@ -96,8 +105,10 @@ def _small(config_class: Any) -> dict[str, Any]:
     # A class has attributes of its own, and names that stand for others.
     default = config_class()
     fields: dict[str, Any] = {}
-    for name, size in SMALL.items():
-        if isinstance(getattr(default, name, None), int):
+    sizes = SMALL if getattr(default, "depths", None) is None else STAGES
+    for name, size in sizes.items():
+        whole = isinstance(getattr(default, name, 0.0), int)
+        if hasattr(default, name) and whole == isinstance(size, int):
             fields[name] = size
     if "qk_rope_head_dim" in fields:  # heads of latent attention share it, and no key
         fields["head_dim"] = SMALL["qk_rope_head_dim"]

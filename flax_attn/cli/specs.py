@@ -26,10 +26,23 @@ class CannotCompareError(Exception):
 
 
 class Loader:
-    """Loads what the specs of one command name, each file once."""
+    """Loads what the specs of one command name, each file once.
+
+    What is loaded finds its neighbours until the loader is left; then `sys.path` is as it was.
+    """
 
     def __init__(self):
         self._modules: dict[str, ModuleType] = {}
+        self._path: list[str] = []
+
+    def __enter__(self) -> Loader:
+        """Return the loader itself."""
+        self._path = list(sys.path)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Search where was searched before."""
+        sys.path[:] = self._path
 
     def load(self, spec: str) -> Any:
         """Return the object that a spec names.

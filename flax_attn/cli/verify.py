@@ -134,12 +134,13 @@ def _runs(request: Request, seed: int, name: str, notes: list[str]) -> Iterator[
     from flax_attn.parity.compare import report_on
 
     try:
-        pair = request.pair(Loader(), seed)
-        yield _run(pair, report_on(pair, name, request.checks, locate=False))
-        for other in _other_shapes(request, pair, seed, notes):
-            # A side that does not take this shape differs: PyTorch does.
-            found = report_on(other, name, _CHECKS, locate=False, call_first=False)
-            yield _run(other, found)
+        with Loader() as loader:
+            pair = request.pair(loader, seed)
+            yield _run(pair, report_on(pair, name, request.checks, locate=False))
+            for other in _other_shapes(request, pair, seed, notes):
+                # A side that does not take this shape differs: PyTorch does.
+                found = report_on(other, name, _CHECKS, locate=False, call_first=False)
+                yield _run(other, found)
     except (CannotCompareError, PairingError, ConversionError) as error:
         notes.append(str(error))
 

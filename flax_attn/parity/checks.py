@@ -34,6 +34,7 @@ from flax_attn.parity.lower_dtype import lower_dtype
 from flax_attn.parity.masks import masks
 from flax_attn.parity.other_shapes import other_shapes
 from flax_attn.parity.pair import LOWER, Pair
+from flax_attn.parity.precision import precision
 from flax_attn.parity.repeated_calls import twice
 from flax_attn.parity.stress import STRESS_INPUTS, stress
 from flax_attn.parity.training import check_choice
@@ -233,6 +234,7 @@ CHECKS: dict[str, Callable[[Pair], Check]] = {
     "gradients": gradients,
     "second": second,
     **{dtype: partial(lower_dtype, dtype) for dtype in LOWER},
+    "precision": precision,
     "jit = eager": eager,
     "twice": twice,
     "dropout": dropout,

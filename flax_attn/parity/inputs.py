@@ -8,6 +8,8 @@ import numpy as np
 from flax_attn import convert
 from flax_attn.parity.adapters.adapter import Arrays, PairingError, is_floating
 
+# Of the numbers that are drawn: more than bfloat16 moves one by, twice.
+KINK_MARGIN = 0.0125
 # A list of arrays or shapes, a mapping of them by name, or one of them.
 Inputs = Any
 
@@ -41,6 +43,21 @@ def named_inputs(inputs: Inputs, seed: int) -> Arrays:
     return {name: _array(name, value, random) for name, value in inputs.items()}
 
 
+def off_kinks(array: np.ndarray) -> np.ndarray:
+    """Return numbers that no lower dtype rounds to a multiple of 1/2 other than 0.
+
+    There functions such as a hard tanh have kinks, whose one-sided derivatives are all right.
+
+    Example:
+        >>> off_kinks(np.array([0.0, 0.7, 0.999, 1.0]))
+        array([0.    , 0.7   , 0.9875, 1.0125])
+    """
+    kinks = np.round(2 * array) / 2
+    margin = KINK_MARGIN * np.abs(kinks)
+    side = np.where(np.abs(array) < np.abs(kinks), -1, 1) * np.sign(kinks)
+    return np.where(np.abs(array - kinks) < margin, kinks + side * margin, array)
+
+
 def _array(name: str, value: Any, random: np.random.Generator) -> np.ndarray:
     if isinstance(value, tuple):
         if not all(isinstance(size, int | np.integer) and size >= 0 for size in value):
@@ -48,7 +65,7 @@ def _array(name: str, value: Any, random: np.random.Generator) -> np.ndarray:
                 f"{name}: a tuple is a shape, of sizes from 0; got {value}. Pass other values as an"
                 " array"
             )
-        return random.normal(size=value)
+        return off_kinks(random.normal(size=value))
     try:
         array = convert.to_numpy(value)
     except (TypeError, ValueError) as error:

@@ -86,9 +86,9 @@ def _note_on_sums(
     if not found:
         return []
     return [
-        f"JAX sums the gradient of a broadcast, such as a bias, and the windows of a pool in"
-        f" {dtype} step by step, which costs {', '.join(found)} and is no difference of the port:"
-        " judged with each of these sums rounded once"
+        "JAX sums the gradients of a broadcast, such as a bias, and of a convolution, and the"
+        f" windows of a pool in {dtype} step by step, which costs {', '.join(found)} and is no"
+        " difference of the port: judged with each of these sums rounded once"
     ]
 
 

@@ -24,6 +24,8 @@ DRAWS = 4
 MORE_DRAWS = 16
 # Roundings (eps) of the largest value between two orders of evaluation, such as eager and compiled.
 REORDERED = 64
+# What an output may differ by where rounding is amplified: an error of all digits in float32.
+MOST_FORWARD = REORDERED * float(np.finfo(np.float64).eps / np.finfo(np.float32).eps)
 # A gradient this far below the largest one is rounding: the parameter does not change the outputs.
 NULL = 1e-13
 
@@ -142,37 +144,32 @@ def gradient_errors(ours: Arrays, reference: Arrays) -> dict[str, float]:
     return errors | relative(ours, {name: reference[name] for name in null}, largest)
 
 
-def conditioned(
+def amplified(
     errors: Mapping[str, float],
-    float32: Mapping[str, float],
+    rounding: Sequence[Mapping[str, float]],
     limit: float,
-    most: Mapping[str, float] | None = None,
+    most: float = np.inf,
 ) -> dict[str, float]:
     """Return errors in float64 over the allowed ones, by name: at most 1 passes.
 
-    A function that amplifies rounding cannot agree to the limit in two orders of summation. By how
-    much it does is seen where rounding is large: the relative error in float32, scaled by the ratio
-    of the two epsilons and with the allowance of one function in another order, is allowed where it
-    exceeds the limit. An error of all digits counts as 1, so that never more than about 1e-7 is
-    allowed; a gradient that rounding makes, such as that of a softmax which is a hard choice, has
-    no digits, and `most` says by how much the largest gradient of all exceeds it.
+    A function that amplifies rounding cannot agree to the limit in two orders of evaluation. Where
+    64 times what one rounding more of each operation moves in PyTorch exceeds the limit, that is
+    allowed, but never more than `most`.
+
+    Args:
+        errors: error of each tensor.
+        rounding: errors of PyTorch with one rounding more of each operation, for several draws.
+        limit: allowed error where rounding is not amplified.
+        most: largest allowed error.
+
+    Example:
+        >>> amplified({"x": 0.5, "y": 0.5}, [{"x": 2**-4, "y": 2**-20}], limit=0.25)
+        {'x': 0.125, 'y': 2.0}
     """
-    ratio = float(np.finfo(np.float64).eps / np.finfo(np.float32).eps)
-    most = most or {}
     found = {}
     for name, error in errors.items():
-        worst = min(float32.get(name, 0.0), most.get(name, 1.0))
-        found[name] = error / max(limit, REORDERED * ratio * worst)
-    return found
-
-
-def excesses(reference: Arrays) -> dict[str, float]:
-    """Return by how much the largest value of all exceeds what the error of each is measured by."""
-    null = null_directions(reference)
-    largest = _largest_of(reference)
-    found = {}
-    for name, value in reference.items():
-        found[name] = 1.0 if name in null else largest / _largest(value)
+        moved = max(draw.get(name, 0.0) for draw in rounding)
+        found[name] = error / max(limit, min(REORDERED * moved, most))
     return found
 
 

@@ -130,3 +130,25 @@ def test_a_scale_alone_may_be_no_norm():
     ours = type("LayerScale", (OwnNorm,), {})(shift=False)
     with pytest.raises(convert.ConversionError, match="no partner for flax scale"):
         convert.auto(ours, nn.RMSNorm(D))
+
+
+class Packed(nnx.Module):
+    """A module that holds what PyTorch packs, under its names."""
+
+    def __init__(self, theirs):
+        for name, tensor in theirs.named_parameters():
+            if "." not in name:
+                setattr(self, name, nnx.Param(jnp.zeros(tensor.shape, jnp.float64)))
+        if isinstance(theirs, nn.MultiheadAttention):
+            self.out_proj = nnx.Linear(D, D, **F64)
+
+
+@pytest.mark.parametrize(
+    "theirs", [nn.MultiheadAttention(D, HEADS), nn.LSTM(D, HIDDEN), nn.GRUCell(D, HIDDEN)]
+)
+def test_what_torch_packs_is_paired_with_its_namesake(rig, theirs):
+    pairing = convert.auto(Packed(theirs), theirs)
+    rig.load_both_ways(Packed(theirs), theirs.double(), pairing)
+    own = [row for row in pairing.rows if "." not in row.theirs]
+    assert {row.evidence for row in own} == {"name"}
+    assert {row.pattern for row in own} == {""}

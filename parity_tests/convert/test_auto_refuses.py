@@ -199,6 +199,29 @@ def test_rules_that_do_not_fit():
     ]
 
 
+GATES = ". In which order yours holds the gates is not known: keep this name and shape"
+
+
+def packed(name, shape):
+    """Return modules of ours and of PyTorch, ours with one parameter of this name and shape."""
+    ours = Flax(lstm=Flax(**{name: nnx.Param(jnp.ones(shape))}))
+    return ours, Torch(lstm=nn.LSTM(2, 3, bias=False))
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"), [("weight_ih_l0", (2, 12)), ("kernel", (12, 2)), ("bias_ih_l0", (12,))]
+)
+def test_what_torch_packs_is_refused_under_another_name_or_shape(name, shape):
+    found = lines(*packed(name, shape))
+    assert "  no partner for torch lstm.weight_ih_l0 (12, 2) (LSTM)" in "\n".join(found)
+
+
+def test_the_parts_of_a_packed_projection_have_one_line():
+    theirs = Torch(attn=nn.MultiheadAttention(D, 2))
+    found = lines(Flax(attn=Flax(out_proj=nnx.Linear(D, D, rngs=R))), theirs)
+    assert sum("in_proj_weight" in line for line in found) == 1
+
+
 def test_what_has_no_partner_is_listed_all_at_once():
     ours = Flax(
         fc=nnx.Linear(4, D, rngs=R),
@@ -235,8 +258,8 @@ def test_what_has_no_partner_is_listed_all_at_once():
             "  no partner for torch narrow.weight (5, 3), narrow.bias (5,) (Linear); by name"
             " narrow.kernel (3, 2), narrow.bias (2,) (Linear)"
         ),
-        "  no partner for torch lstm.weight_ih_l0 (12, 2) (LSTM)",
-        "  no partner for torch lstm.weight_hh_l0 (12, 3) (LSTM)",
+        "  no partner for torch lstm.weight_ih_l0 (12, 2) (LSTM)" + GATES,
+        "  no partner for torch lstm.weight_hh_l0 (12, 3) (LSTM)" + GATES,
         (
             "Name them alike, or pair them by rules: convert.auto(..., rules=[Rule(('norm.scale',),"
             " 'norm.weight'), ...])"

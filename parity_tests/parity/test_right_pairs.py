@@ -39,7 +39,7 @@ def test_the_bias_of_a_linear_layer_gives_no_alarm(seed):
     sides = nnx.Linear(8, 6, rngs=nnx.Rngs(0)), torch.nn.Linear(8, 6)
     report = compare(*sides, [(2, 32, 8)], seed=seed, checks=["bfloat16"])
     assert report.passed, report.explain()
-    said = r"JAX sums the gradient of a broadcast.* in bfloat16 .* 1\.\d+ of the rule at 'bias'"
+    said = r"JAX sums the gradients of a broadcast.* in bfloat16 .* 1\.\d+ of the rule at 'bias'"
     assert re.search(said, report.checks[0].note)
 
 
@@ -106,6 +106,22 @@ def test_sums_that_a_program_asks_for_are_left_as_they_are(again):
     x = jnp.ones((500, 3), jnp.bfloat16)
     program = jax.make_jaxpr(with_rounded_sums(lambda x: jax.vjp(total, x)[1](x[0])))(x)
     assert sums_in(program, "bf16")
+
+
+def test_the_gradient_of_a_convolution_is_rounded_once_in_float32():
+    def convolved(kernel, x):
+        return jax.lax.conv(x, kernel, (1, 1), "VALID")
+
+    def both(kernel, x, cotangent):
+        output, pull = jax.vjp(convolved, kernel, x)
+        return output, *pull(cotangent)
+
+    shapes = (5, 2, 3, 3), (4, 2, 9, 7), (4, 5, 7, 5)
+    arrays = [jnp.ones(shape, jnp.float32) for shape in shapes]
+    program = str(jax.make_jaxpr(with_rounded_sums(both))(*arrays))
+    dtypes = re.findall(r":(f\d\d)\[[\d,]*\] = conv_general_dilated", program)
+    # The forward pass is as the port has it.
+    assert dtypes == ["f32", "f64", "f64"]
 
 
 POSITIVE = np.abs(np.random.default_rng(0).normal(size=(4, 512)))

@@ -143,22 +143,6 @@ def _activation(ours, theirs, size: Size) -> Sides:
     return Sides(lambda x: ours(x), theirs, [size.sequence])
 
 
-# Inputs in a lower dtype are often exactly 1 or 3, where the gradients of jax.nn's own hard
-# functions are not those of PyTorch.
-
-
-def _hard_sigmoid(x):
-    return jnp.where(x <= -3, 0, jnp.where(x >= 3, 1, x / 6 + 0.5))
-
-
-def _hard_swish(x):
-    return jnp.where(x < -3, 0, jnp.where(x <= 3, x * (x / 6 + 0.5), x))
-
-
-def _hard_tanh(x):
-    return jnp.where(jnp.abs(x) < 1, x, jnp.sign(x))
-
-
 # The softplus of PyTorch is x itself above a threshold, which is 20 by default.
 ACTIVATIONS = {
     "relu": (jax.nn.relu, torch.nn.ReLU()),
@@ -176,9 +160,9 @@ ACTIVATIONS = {
     "softplus": (jax.nn.softplus, torch.nn.Softplus(threshold=700)),
     "soft_sign": (jax.nn.soft_sign, torch.nn.Softsign()),
     # torch.nn.Hardsigmoid has 1 / 6 in float32 in its gradient.
-    "hard_sigmoid": (_hard_sigmoid, lambda x: torch.nn.functional.relu6(x + 3) / 6),
-    "hard_swish": (_hard_swish, torch.nn.Hardswish()),
-    "hard_tanh": (_hard_tanh, torch.nn.Hardtanh()),
+    "hard_sigmoid": (jax.nn.hard_sigmoid, lambda x: torch.nn.functional.relu6(x + 3) / 6),
+    "hard_swish": (jax.nn.hard_swish, torch.nn.Hardswish()),
+    "hard_tanh": (jax.nn.hard_tanh, torch.nn.Hardtanh()),
     "log_sigmoid": (jax.nn.log_sigmoid, torch.nn.LogSigmoid()),
     "glu": (jax.nn.glu, torch.nn.GLU()),
     "softmax": (jax.nn.softmax, torch.nn.Softmax(dim=-1)),

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
+from einops import rearrange
 from flax import nnx
 
 from parity_tests.right_pairs.pairs import Build, Sides, Size, rngs
@@ -49,7 +50,9 @@ class _DecoderBlock(nnx.Module):
         self.multihead_attn = attention(size)
         self.linear1 = nnx.Linear(size.width, 2 * size.width, rngs=rngs())
         self.linear2 = nnx.Linear(2 * size.width, size.width, rngs=rngs())
-        self.norm1, self.norm2, self.norm3 = (_norm(size.width) for _ in range(3))
+        self.norm1 = _norm(size.width)
+        self.norm2 = _norm(size.width)
+        self.norm3 = _norm(size.width)
 
     def __call__(self, x, memory):
         x = self.norm1(x + self.self_attn(x, mask=nnx.make_causal_mask(x[..., 0])))
@@ -160,18 +163,40 @@ def mixer_block(size: Size) -> Sides:
 
 # Windows of 2 x 2 pixels, with a bias for each offset between two of them.
 WINDOW = 2
-_ROWS, _COLUMNS = np.divmod(np.arange(WINDOW**2), WINDOW)
-OFFSETS = (_ROWS[:, None] - _ROWS + WINDOW - 1) * (2 * WINDOW - 1)
-OFFSETS = OFFSETS + _COLUMNS[:, None] - _COLUMNS + WINDOW - 1
+ROWS, COLUMNS = np.divmod(np.arange(WINDOW**2), WINDOW)
+# Offsets are from 1 - WINDOW to WINDOW - 1.
+SPAN = 2 * WINDOW - 1
+DOWN = ROWS[:, None] - ROWS + WINDOW - 1
+RIGHT = COLUMNS[:, None] - COLUMNS + WINDOW - 1
+OFFSETS = DOWN * SPAN + RIGHT
+IMAGE = "b (rows i) (columns j) d"
+WINDOWS = "(b rows columns) (i j) d"
+
+
+def _windows(x):
+    return rearrange(x, f"{IMAGE} -> {WINDOWS}", i=WINDOW, j=WINDOW)
+
+
+def _image(windows, x):
+    """Return windows as an image of the shape of another."""
+    rows = x.shape[1] // WINDOW
+    columns = x.shape[2] // WINDOW
+    sizes = {"rows": rows, "columns": columns, "i": WINDOW}
+    return rearrange(windows, f"{WINDOWS} -> {IMAGE}", **sizes)
+
+
+def _heads(qkv, heads: int):
+    return rearrange(qkv, "w t (three n h) -> three w n t h", three=3, n=heads)
 
 
 class _Swin(nnx.Module):
     def __init__(self, size: Size):
         self.heads = size.heads
-        self.norm1, self.norm2 = _norm(size.width), _norm(size.width)
+        self.norm1 = _norm(size.width)
+        self.norm2 = _norm(size.width)
         self.qkv = nnx.Linear(size.width, 3 * size.width, rngs=rngs())
         self.proj = nnx.Linear(size.width, size.width, rngs=rngs())
-        self.table = nnx.Param(jnp.zeros(((2 * WINDOW - 1) ** 2, size.heads)))
+        self.table = nnx.Param(jnp.zeros((SPAN**2, size.heads)))
         self.fc1 = nnx.Linear(size.width, 2 * size.width, rngs=rngs())
         self.fc2 = nnx.Linear(2 * size.width, size.width, rngs=rngs())
 
@@ -180,28 +205,26 @@ class _Swin(nnx.Module):
         return x + self.fc2(jax.nn.gelu(self.fc1(self.norm2(x)), approximate=False))
 
     def attend(self, x):
-        b, rows, columns, width = x.shape
-        grid = b, rows // WINDOW, WINDOW, columns // WINDOW, WINDOW, width
-        windows = x.reshape(grid).swapaxes(2, 3).reshape(-1, WINDOW**2, width)
-        shape = len(windows), WINDOW**2, 3, self.heads, width // self.heads
-        q, k, v = jnp.moveaxis(self.qkv(windows).reshape(shape), 2, 0)
-        wide = jnp.promote_types(x.dtype, jnp.float32)
-        scores = jnp.einsum("wtnh,wsnh->wnts", q * q.shape[-1] ** -0.5, k)
-        bias = jnp.moveaxis(self.table[...][OFFSETS], -1, 0)
-        weights = jax.nn.softmax((scores + bias[None]).astype(wide)).astype(x.dtype)
-        found = jnp.einsum("wnts,wsnh->wtnh", weights, v).reshape(windows.shape)
-        shape = b, rows // WINDOW, columns // WINDOW, WINDOW, WINDOW, width
-        return self.proj(found).reshape(shape).swapaxes(2, 3).reshape(x.shape)
+        q, k, v = _heads(self.qkv(_windows(x)), self.heads)
+        q = q * q.shape[-1] ** -0.5
+        bias = rearrange(self.table[...][OFFSETS], "t s n -> 1 n t s")
+        scores = q @ k.mT + bias
+        # The softmax of PyTorch adds up lower dtypes in float32.
+        wide = scores.astype(jnp.promote_types(x.dtype, jnp.float32))
+        weights = jax.nn.softmax(wide).astype(x.dtype)
+        found = rearrange(weights @ v, "w n t h -> w t (n h)")
+        return _image(self.proj(found), x)
 
 
 class _TorchSwin(torch.nn.Module):
     def __init__(self, size: Size):
         super().__init__()
         self.heads = size.heads
-        self.norm1, self.norm2 = torch.nn.LayerNorm(size.width), torch.nn.LayerNorm(size.width)
+        self.norm1 = torch.nn.LayerNorm(size.width)
+        self.norm2 = torch.nn.LayerNorm(size.width)
         self.qkv = torch.nn.Linear(size.width, 3 * size.width)
         self.proj = torch.nn.Linear(size.width, size.width)
-        self.table = torch.nn.Parameter(torch.zeros((2 * WINDOW - 1) ** 2, size.heads))
+        self.table = torch.nn.Parameter(torch.zeros(SPAN**2, size.heads))
         self.fc1 = torch.nn.Linear(size.width, 2 * size.width)
         self.fc2 = torch.nn.Linear(2 * size.width, size.width)
 
@@ -210,16 +233,14 @@ class _TorchSwin(torch.nn.Module):
         return x + self.fc2(torch.nn.functional.gelu(self.fc1(self.norm2(x))))
 
     def attend(self, x):
-        b, rows, columns, width = x.shape
-        windows = x.unflatten(2, (-1, WINDOW)).unflatten(1, (-1, WINDOW)).transpose(2, 3)
-        windows = windows.reshape(-1, WINDOW**2, width)
-        qkv = self.qkv(windows).unflatten(-1, (3, self.heads, -1))
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)
-        bias = self.table[torch.from_numpy(OFFSETS)].permute(2, 0, 1)
-        scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2) + bias
-        found = (scores.softmax(-1) @ v).transpose(1, 2).reshape(windows.shape)
-        grid = b, rows // WINDOW, columns // WINDOW, WINDOW, WINDOW, width
-        return self.proj(found).reshape(grid).transpose(2, 3).reshape(x.shape)
+        q, k, v = _heads(self.qkv(_windows(x)), self.heads)
+        q = q * q.shape[-1] ** -0.5
+        offsets = torch.from_numpy(OFFSETS)
+        bias = rearrange(self.table[offsets], "t s n -> 1 n t s")
+        scores = q @ k.mT + bias
+        weights = scores.softmax(-1)
+        found = rearrange(weights @ v, "w n t h -> w t (n h)")
+        return _image(self.proj(found), x)
 
 
 def swin_block(size: Size) -> Sides:

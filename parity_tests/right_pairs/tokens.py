@@ -22,8 +22,9 @@ def attention(size: Size) -> nnx.MultiHeadAttention:
 def _attend(query, key, value, mask=None, **_):
     """Attention whose softmax is in float32 for lower dtypes, as PyTorch's is."""
     wide = jnp.promote_types(query.dtype, jnp.float32)
+    scale = query.shape[-1] ** -0.5
     scores = jnp.einsum("btnh,bsnh->bnts", query, key, preferred_element_type=wide)
-    scores = scores * query.shape[-1] ** -0.5
+    scores = scores * scale
     if mask is not None:
         scores = jnp.where(mask, scores, -jnp.inf)
     weights = jax.nn.softmax(scores).astype(query.dtype)
@@ -61,7 +62,8 @@ def padded_attention(size: Size) -> Sides:
     def theirs(layer, x, mask):
         return layer(x, x, x, key_padding_mask=~mask, need_weights=False)[0]
 
-    mask = np.arange(size.tokens) < np.arange(1, size.batch + 1)[:, None] + size.tokens // 2
+    lengths = size.tokens // 2 + np.arange(1, size.batch + 1)
+    mask = np.arange(size.tokens) < lengths[:, None]
     sides = attention(size), _torch_attention(size)
     return Sides(*sides, [size.sequence, mask], {"flax_call": ours, "torch_call": theirs})
 
@@ -85,13 +87,17 @@ def grouped_query_function(size: Size) -> Sides:
 
     def ours(q, k, v):
         groups = q.shape[2] // k.shape[2]
-        visible = jnp.tril(jnp.ones((q.shape[1], k.shape[1]), bool))[None, None]
-        return _attend(q, jnp.repeat(k, groups, 2), jnp.repeat(v, groups, 2), visible)
+        visible = nnx.make_causal_mask(q[:1, :, 0, 0])
+        k = jnp.repeat(k, groups, axis=2)
+        v = jnp.repeat(v, groups, axis=2)
+        return _attend(q, k, v, visible)
 
     def theirs(q, k, v):
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        found = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return found.transpose(1, 2)
+        options = {"is_causal": True, "enable_gqa": True}
+        q = q.transpose(1, 2)
+        k = k.transpose(1, 2)
+        v = v.transpose(1, 2)
+        return scaled_dot_product_attention(q, k, v, **options).transpose(1, 2)
 
     return Sides(ours, theirs, [query, key, key])
 
@@ -158,9 +164,10 @@ def gru_cell(size: Size) -> Sides:
     for side in ("ih", "hh"):
         rules.append(Rule((f"{side}.kernel",), f"weight_{side}", "i o -> o i"))
         rules.append(Rule((f"{side}.bias",), f"bias_{side}"))
+    layout = Layout(tuple(rules))
     inputs = [(size.batch, size.width), (size.batch, size.out)]
-    layout = {"layout": Layout(tuple(rules))}
-    return Sides(_Gru(size), torch.nn.GRUCell(size.width, size.out), inputs, layout)
+    theirs = torch.nn.GRUCell(size.width, size.out)
+    return Sides(_Gru(size), theirs, inputs, {"layout": layout})
 
 
 def lstm(size: Size) -> Sides:

@@ -11,11 +11,12 @@ from flax import nnx
 
 from flax_attn.convert.api import axes_of
 from flax_attn.convert.match.jax_tree import jax_tree
+from flax_attn.convert.match.kinds import RECURRENT
 from flax_attn.convert.match.matcher import Matching, main_part, match
 from flax_attn.convert.match.pairing import PairedTensor, Pairing, transformation
 from flax_attn.convert.match.report import message, problems_of
 from flax_attn.convert.match.torch_tree import is_torch_module, state_names, torch_tree
-from flax_attn.convert.match.tree import Tensor, TensorPart, tensors_of
+from flax_attn.convert.match.tree import PARAMETER, Tensor, TensorPart, layers_of, tensors_of
 from flax_attn.convert.planning import apply_rules, no_axes
 from flax_attn.convert.rules import ConversionError, Entry, Rule
 
@@ -26,7 +27,9 @@ def auto(flax_module: Any, torch_module: Any, *, rules: Sequence[Rule] = ()) -> 
     Layers are paired by kind and by the shapes of what they hold; where several fit, by name
     (`W_query`, `q_proj` and `query` mean the same), by number (`norm1` and `ln_1`), or by order
     where both modules hold the same kinds of layers in the same order. Query, key and value are
-    never told apart by order. Print the result to see the pairs.
+    never told apart by order. What PyTorch packs (`in_proj_weight`, weights of recurrent layers)
+    is paired with a parameter of your own module that has its name and shape. Print the result to
+    see the pairs.
 
     Args:
         flax_module: an NNX module, a bound Linen module or an Equinox module.
@@ -52,11 +55,42 @@ def auto(flax_module: Any, torch_module: Any, *, rules: Sequence[Rule] = ()) -> 
         bias    Linear  (2,)    bias    (2,)    same           shape
     """
     _check_torch_module(torch_module)
-    by_rules = _by_rules(rules, flax_module, torch_module)
-    ours = set().union(*(row.ours for row in by_rules))
-    theirs = {row.theirs for row in by_rules}
-    found = _match(flax_module, torch_module, ours, theirs)
-    return _pairing([*by_rules, *_rows(found)], state_names(torch_module))
+    known = _by_rules(rules, flax_module, torch_module)
+    known += _packed(flax_module, torch_module, *_names(known))
+    found = _match(flax_module, torch_module, *_names(known))
+    return _pairing([*known, *_rows(found)], state_names(torch_module))
+
+
+def _names(rows: Sequence[PairedTensor]) -> tuple[set[str], set[str]]:
+    """Return the names of the tensors in some rows, ours and theirs."""
+    ours = set().union(*(row.ours for row in rows))
+    return ours, {row.theirs for row in rows}
+
+
+def _packed(
+    flax_module: Any, torch_module: Any, ours: Collection[str], theirs: Collection[str]
+) -> list[PairedTensor]:
+    """Return a row for each tensor that PyTorch packs and a user's own module has under its name.
+
+    Such as `lstm.weight_ih_l0`: no layer of JAX packs gates, or query, key and value, as it does.
+    """
+    own = {}
+    for layer in layers_of(jax_tree(flax_module, ours)):
+        if layer.kind == PARAMETER:
+            tensor = layer.parts["value"].tensor
+            own[tensor.name] = tensor
+    rows = {}
+    for layer in layers_of(torch_tree(torch_module, theirs)):
+        for part in layer.parts.values():
+            tensor = part.tensor
+            packed = part.pieces > 1 or layer.kind in RECURRENT
+            if packed and own.get(tensor.name) == tensor:
+                shapes = (tensor.shape,)
+                row = PairedTensor(
+                    layer.kind, (tensor.name,), shapes, tensor.name, tensor.shape, "", "name"
+                )
+                rows[tensor.name] = row
+    return list(rows.values())
 
 
 def _check_torch_module(module: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import product
 
+from flax_attn.convert.match.kinds import RECURRENT
 from flax_attn.convert.match.matcher import Item, Matching
 from flax_attn.convert.match.names import key_of
 from flax_attn.convert.match.tree import PARAMETER, Layer, layers_of
@@ -31,6 +32,8 @@ def problems_of(found: Matching) -> list[str]:
 
 def message(heading: str, lines: Sequence[str], found: Matching) -> str:
     """Return the whole error."""
+    # The parts of a packed tensor have the same line.
+    lines = list(dict.fromkeys(lines))
     more = [f"and {len(lines) - SHOWN} more"] if len(lines) > SHOWN else []
     remedy = (
         f"Name them alike, or pair them by rules: convert.auto(..., rules=[{_example(found)}, ...])"
@@ -69,6 +72,8 @@ def _hint(layer: Layer, others: Sequence[Layer]) -> str:
     # A fused projection in an unknown order is not guessed.
     if "qkv" in key_of(layer.path).words:
         return ". In which order it holds query, key and value is not known"
+    if layer.kind in RECURRENT:
+        return ". In which order yours holds the gates is not known: keep this name and shape"
     if layer.kind == "ConvTranspose" and "value" in layer.parts:
         return ". PyTorch's kernel is flipped: build it with transpose_kernel=True"
     near = [other for other in others if key_of(other.path) == key_of(layer.path)]

@@ -61,8 +61,8 @@ class RunSpec:
         optimized: whether JAX compiles as users do, and not as fast as it can.
         before: inputs of a call of the same module before this one; None is no such call.
         cached: whether the outputs are computed in steps with a cache, by the call given for that.
-        rounding_seed: seed of stochastic rounding of all parameters and inputs; 0 rounds to
-            nearest.
+        rounding_seed: seed of stochastic rounding of all parameters and inputs, and in float64 of
+            what every operation of PyTorch returns; 0 rounds to nearest.
         rounded_sums: whether each sum that JAX itself adds to a program is rounded once.
     """
 

@@ -2,9 +2,9 @@
 
 `jnp.sum` adds up half precision in float32, and so does a product of matrices. Two sums do not, and
 round at every step: the one that JAX makes of a broadcast when it differentiates it, such as that
-of a bias over all tokens, and that of the windows of a pool. In float32 every sum does, where
-PyTorch adds up in pairs. No port can write these otherwise. A sum in half precision that a program
-itself asks for is left as it is.
+of a bias over all tokens, and that of the windows of a pool. In float32 every sum does, and that of
+the gradient of a convolution, where PyTorch adds up in pairs. No port can write these otherwise. A
+sum in half precision that a program itself asks for is left as it is.
 """
 
 from __future__ import annotations
@@ -60,7 +60,9 @@ def _result(eqn: Any, values: list[Any], backward: bool) -> Sequence[Any]:
     wider = _WIDER.get(str(eqn.outvars[0].aval.dtype)) if _is_own_sum(eqn, inside) else None
     if not wider:
         return bind(eqn, values, **changes)
-    (found,) = bind(eqn, [value.astype(wider) for value in values])
+    if "preferred_element_type" in eqn.params:
+        changes = {"preferred_element_type": None}
+    (found,) = bind(eqn, [value.astype(wider) for value in values], **changes)
     return [found.astype(eqn.outvars[0].aval.dtype)]
 
 
@@ -71,8 +73,11 @@ def _in_backward_pass(eqn: Any, backward: bool) -> bool:
 
 
 def _is_own_sum(eqn: Any, backward: bool) -> bool:
+    single = eqn.outvars[0].aval.dtype == "float32"
     if eqn.primitive.name == "reduce_sum":
-        return backward or eqn.outvars[0].aval.dtype == "float32"
+        return backward or single
+    if eqn.primitive.name == "conv_general_dilated":
+        return backward and single
     return eqn.primitive.name == "reduce_window_sum"
 
 

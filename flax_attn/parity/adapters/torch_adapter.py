@@ -23,6 +23,7 @@ from flax_attn.parity.adapters.adapter import (
 )
 from flax_attn.parity.adapters.module_adapter import ModuleAdapter, check_kind, output_of
 from flax_attn.parity.adapters.torch_functions import TorchFunctions
+from flax_attn.parity.adapters.torch_rounding import MoreRounding
 from flax_attn.parity.training import TrainingSpec
 
 Tensors = dict[str, torch.Tensor]
@@ -109,6 +110,8 @@ class TorchAdapter(ModuleAdapter):
             stack.enter_context(torch.random.fork_rng(devices=[], enabled=spec.train))
             stack.enter_context(torch.set_grad_enabled(differentiate))
             stack.enter_context(_kernel(spec.tangents is not None))
+            if spec.rounding_seed and spec.dtype == "float64":
+                stack.enter_context(MoreRounding(spec.rounding_seed))
             if spec.before is not None:
                 self.call(module, _cast(self.arrays(spec.before), kind), extras)
             outputs = self.call(module, _copied(inputs), extras, spec.cached)

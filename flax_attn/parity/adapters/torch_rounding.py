@@ -1,0 +1,63 @@
+"""What rounding does to a PyTorch program in float64: every operation rounds once more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from flax_attn.parity.adapters.adapter import rounding_factors
+
+
+class MoreRounding(TorchDispatchMode):
+    """Round what each operation returns in float64 up or down at random, its gradients as well.
+
+    What comes out exact of exact numbers stays so: masks, positions and what is made of them.
+
+    Args:
+        seed: seed of the directions.
+
+    Example:
+        >>> x = torch.linspace(0.1, 1, 50, dtype=torch.float64)
+        >>> with MoreRounding(seed=1):
+        ...     moved = x.sin()
+        >>> float((moved - x.sin()).abs().max())
+        2.220446049250313e-16
+    """
+
+    def __init__(self, seed: int):
+        super().__init__()
+        # Half of a rounding would often be rounded off again.
+        self._factors = rounding_factors(seed, 2 * torch.finfo(torch.float64).eps)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:
+        """Call an operation, and round what it has written."""
+        exact = all(map(_is_exact, _float64([args, kwargs])))
+        found = func(*args, **(kwargs or {}))
+        results = found if isinstance(found, tuple | list) else (found,)
+        for result, declared in zip(results, func._schema.returns, strict=False):
+            alias = declared.alias_info
+            # A view shares numbers that were rounded where they were made.
+            if alias is not None and not alias.is_write:
+                continue
+            for tensor in _float64(result):
+                if not (exact and _is_exact(tensor)):
+                    _round(tensor, self._factors)
+        return found
+
+
+def _round(tensor: torch.Tensor, factors: Callable) -> None:
+    tensor.mul_(torch.from_numpy(factors(tuple(tensor.shape))))
+
+
+def _float64(tree: Any) -> list[torch.Tensor]:
+    tensors = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+    return [tensor for tensor in tensors if tensor.dtype == torch.float64]
+
+
+def _is_exact(tensor: torch.Tensor) -> bool:
+    """Whether all numbers are short, such as 0, 1 and whole ones, so that none was rounded."""
+    return bool((tensor == tensor.float()).all())
