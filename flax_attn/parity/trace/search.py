@@ -7,7 +7,7 @@ the difference lies between them and the last values that agree.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -168,19 +168,23 @@ def _candidates(
     users = alignment.flax.users
     here = [node for node in ours if _is_candidate(node, depths) and not _is_shift(node, users)]
     there = [node for node in theirs if _is_candidate(node, depths)]
+    inside = set(depths)
     # One side may compute more with a value that both have.
-    both = set(_shared_operands(alignment, theirs, depths))
-    there += both
+    shared_here = _shared_operands(alignment, ours, alignment.torch_of, depths)
+    shared_there = _shared_operands(alignment, theirs, alignment.flax_of, depths)
+    here += shared_here
+    there += shared_there
+    both = {*shared_here, *shared_there}
     quantities = alignment.quantities
     leaves: dict[Node, set[Any]] = {}
     for node in [*here, *there]:
-        leaves[node] = {quantities.get(leaf, leaf) for leaf in _leaves(node, depths)}
+        leaves[node] = {quantities.get(leaf, leaf) for leaf in _leaves(node, inside)}
     pairs = []
     for flax in here:
         for torch in there:
             if flax.value.size != torch.value.size:
                 continue
-            if torch in both and quantities[torch] not in leaves[flax]:
+            if not _may_lack(flax, torch, both, leaves, quantities):
                 continue
             # What makes a mask or a table is no value of the run.
             if (flax in alignment.flax.varying) != (torch in alignment.torch.varying):
@@ -193,21 +197,37 @@ def _candidates(
         yield flax, torch
 
 
+def _may_lack(
+    flax: Node,
+    torch: Node,
+    both: Collection[Node],
+    leaves: Mapping[Node, set[Any]],
+    quantities: Mapping[Node, int],
+) -> bool:
+    """Whether one of two nodes is computed from the other, if that is a value that both have."""
+    if flax in both:
+        return torch not in both and quantities[flax] in leaves[torch]
+    return torch not in both or quantities[torch] in leaves[flax]
+
+
 def _shared_operands(
-    alignment: Alignment, theirs: Sequence[Node], depths: dict[Node, int]
+    alignment: Alignment,
+    nodes: Sequence[Node],
+    matched: Mapping[Node, Sequence[Node]],
+    depths: dict[Node, int],
 ) -> list[Node]:
-    """Return the values that both have and PyTorch computes with, and give them a depth."""
+    """Return the values that both have and one side computes with, and give them a depth."""
     found: dict[Node, None] = {}
-    for node in theirs:
+    for node in nodes:
         for operand in node.operands:
-            shared = operand in alignment.flax_of and operand.operation not in SKIPPED
+            shared = operand in matched and operand.operation not in SKIPPED
             if shared and operand.floating and alignment.numbers(operand).telling:
                 found[operand] = None
                 depths.setdefault(operand, AFTER)
     return list(found)
 
 
-def _leaves(node: Node, inside: Mapping[Node, int]) -> set[Node]:
+def _leaves(node: Node, inside: Collection[Node]) -> set[Node]:
     """Return the values that agree from which a node is computed."""
     found: set[Node] = set()
     waiting = [node]
