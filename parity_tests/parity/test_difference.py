@@ -113,6 +113,22 @@ class WeightOfALossOfEqualValue:
         return first + 0.25 * F.mse_loss(x, y.detach())  # planted
 
 
+@planted(
+    r"in the backward pass flax adds tanh.*, torch does not",
+    r"in the backward pass torch adds tanh.*, flax does not",
+    shapes=(X, SQUARE, SQUARE),
+)
+class NoStraightThrough:
+    def flax(x, codes, w):
+        code = jnp.sin(x @ codes)
+        return jnp.tanh(code + 0 * x) @ w + code.sum() * x.sum()  # planted
+
+    def torch(x, codes, w):
+        code = torch.sin(x @ codes)
+        through = x + (code - x).detach()
+        return torch.tanh(through) @ w + code.sum() * x.sum()  # planted
+
+
 @planted(r"axis 0 is rolled by 1", shapes=(X, (8,)))
 class RolledParameter:
     def flax(x, table):

@@ -184,7 +184,7 @@ def _difference(found: Search, backward: bool = False) -> Difference:
     if not found.repairs and found.wrong:
         parting = tuple(parted(found.alignment, found.wrong))
         return Difference(parting, tuple(found.wrong), steps, backward=backward, unproven=True)
-    hypotheses = tuple(explain(found))
+    hypotheses = tuple(replace(one, backward=backward) for one in explain(found))
     attention = {} if backward else _attention(found.alignment)
     return Difference(hypotheses, tuple(found.wrong), steps, backward=backward, attention=attention)
 

@@ -336,12 +336,18 @@ def _coincide(node: Node, operands: list[Expression]) -> bool:
         return False
     assert first.origin is not None
     assert second.origin is not None
-    return _moved_from(first.origin) is not _moved_from(second.origin)
+    return moved_from(first.origin) is not moved_from(second.origin)
 
 
-def _moved_from(node: Node) -> Node:
-    while node.operation in (*LAYOUT, "cast") and node.operands:
-        node = node.operands[0]
+def moved_from(node: Node) -> Node:
+    """Return what a node lays out otherwise, rounds, or returns unchanged."""
+    while node.operands:
+        first = node.operands[0]
+        moves = node.operation in LAYOUT or node.operation == "cast"
+        same = [x for x in node.operands if (moves and x is first) or _is_same(x.value, node.value)]
+        if not same:
+            break
+        node = same[0]
     return node
 
 
@@ -449,6 +455,10 @@ def _where(node: Node, x: list[Expression]) -> Expression:
     if node.parameters.get("false_first"):
         return _chosen(node, x[0], (x[2], x[1]))
     return _chosen(node, x[0], (x[1], x[2]))
+
+
+def _scattered(node: Node, x: list[Expression]) -> Expression:
+    return Expression("scatter-add", (ZERO, x[1], x[0]), (), node)
 
 
 def _masked(node: Node, x: list[Expression]) -> Expression:
@@ -564,6 +574,7 @@ RULES: dict[str, Rule] = {
     "dot": _dot,
     "where": _where,
     "masked_fill": _masked,
+    "embedding_dense_backward": _scattered,
     **dict.fromkeys(FILLED, _filled),
     "not": _not,
     "cast": _cast,

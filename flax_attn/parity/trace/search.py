@@ -15,7 +15,7 @@ import numpy as np
 
 from flax_attn.parity.adapters.adapter import Arrays
 from flax_attn.parity.trace.align import Alignment, cone, same_array
-from flax_attn.parity.trace.expression import LAYOUT
+from flax_attn.parity.trace.expression import LAYOUT, moved_from
 from flax_attn.parity.trace.layouts import laid_out
 from flax_attn.parity.trace.program import Node, Program
 
@@ -27,8 +27,9 @@ NEXT = 16
 TRIED, MADE = 3000, 24
 # Those that make something agree, of which the best is taken.
 COMPARED = 24
-# The depth of values that both have: they are tried after those of one side.
-AFTER = 4
+# The depth of values that both have and JAX or PyTorch computes with: those of PyTorch are tried
+# after those of one side.
+FLAX_SHARED, TORCH_SHARED = 1, 4
 # The operations that are followed to a value in the layout of a node.
 ELEMENTWISE = 8
 # Values that agree after a replacement by chance are fewer.
@@ -170,8 +171,11 @@ def _candidates(
     there = [node for node in theirs if _is_candidate(node, depths)]
     inside = set(depths)
     # One side may compute more with a value that both have.
-    shared_here = _shared_operands(alignment, ours, alignment.torch_of, depths)
-    shared_there = _shared_operands(alignment, theirs, alignment.flax_of, depths)
+    shared_here = _shared_operands(alignment, ours, alignment.torch_of)
+    shared_here = [node for node in shared_here if _is_alone(alignment, node)]
+    shared_there = _shared_operands(alignment, theirs, alignment.flax_of)
+    depths = dict.fromkeys(shared_there, TORCH_SHARED) | depths
+    depths = dict.fromkeys(shared_here, FLAX_SHARED) | depths
     here += shared_here
     there += shared_there
     both = {*shared_here, *shared_there}
@@ -214,17 +218,23 @@ def _shared_operands(
     alignment: Alignment,
     nodes: Sequence[Node],
     matched: Mapping[Node, Sequence[Node]],
-    depths: dict[Node, int],
 ) -> list[Node]:
-    """Return the values that both have and one side computes with, and give them a depth."""
+    """Return the values that both have and one side computes with."""
     found: dict[Node, None] = {}
     for node in nodes:
         for operand in node.operands:
             shared = operand in matched and operand.operation not in SKIPPED
             if shared and operand.floating and alignment.numbers(operand).telling:
                 found[operand] = None
-                depths.setdefault(operand, AFTER)
     return list(found)
+
+
+def _is_alone(alignment: Alignment, node: Node) -> bool:
+    """Whether no other value of JAX happens to be equal, so that it is known which is meant."""
+    equal: set[Node] = set()
+    for other in alignment.torch_of[node]:
+        equal.update(alignment.flax_of[other])
+    return len({moved_from(one) for one in equal}) == 1
 
 
 def _leaves(node: Node, inside: Collection[Node]) -> set[Node]:

@@ -45,7 +45,6 @@ COMPOSED = [
     aten._weight_norm_interface,
     aten.mse_loss,
     aten.mse_loss_backward,
-    aten.embedding_dense_backward,
     aten.masked_fill,
     aten.lerp,
 ]
