@@ -8,7 +8,7 @@ from itertools import islice
 
 import numpy as np
 
-from flax_attn.parity.trace.align import Alignment, Numbers, cone
+from flax_attn.parity.trace.align import Alignment, Numbers, Repair, cone
 from flax_attn.parity.trace.expression import Builder, Expression, parts
 from flax_attn.parity.trace.gaps import Gap, gaps
 from flax_attn.parity.trace.hypothesis import Hypothesis, Side
@@ -16,7 +16,6 @@ from flax_attn.parity.trace.layouts import laid_out
 from flax_attn.parity.trace.moves import narrowed, relation, shown, steps
 from flax_attn.parity.trace.notation import Names, plain, text
 from flax_attn.parity.trace.program import Node, Place
-from flax_attn.parity.trace.search import Repair, Search
 
 # The numbers of an array whose elements are compared one by one.
 DISTINCT = 4
@@ -28,9 +27,13 @@ WHOLE = ("operation", "operand", "order", "term", "base")
 FEW = 4
 
 
-def explain(found: Search) -> list[Hypothesis]:
-    """Return what differs at each node that was replaced; repeated layers share one hypothesis."""
-    every = [one for repair in found.repairs for one in _Explained(repair).hypotheses()]
+def explain(repair: Repair) -> list[Hypothesis]:
+    """Return what differs at a node that was replaced."""
+    return list(_Explained(repair).hypotheses())
+
+
+def grouped_by_kind(every: Iterable[Hypothesis]) -> tuple[Hypothesis, ...]:
+    """Return hypotheses, of which those of repeated layers are one."""
     grouped: dict[tuple, Hypothesis] = {}
     for one in every:
         known = grouped.get(one.kind)
@@ -38,7 +41,7 @@ def explain(found: Search) -> list[Hypothesis]:
             grouped[one.kind] = one
         elif one.node not in (known.node, *known.also):
             grouped[one.kind] = replace(known, also=(*known.also, one.node))
-    return list(grouped.values())
+    return tuple(grouped.values())
 
 
 def parted(alignment: Alignment, wrong: Sequence[str]) -> list[Hypothesis]:
@@ -126,12 +129,20 @@ class _Explained:
                 lines = [*builder.scaling(lines[0], gap.scaled), *lines]
             if _lacks(part, gap.parameter):
                 # What is missing may be missed where the other operands come from as well.
+                lines += self._wrong_users(node)
                 lines += builder.makers(part if part and part.operands else whole)
             elif part is not None and gap.parameter == "operation":
                 lines[1:1] = _origins(part)
             sides.append(Side(value, text(whole, self.names), places(lines)))
         note = _apart(gap)
         return Hypothesis(theirs.module, gap.operation, gap.parameter, *sides, note=note)
+
+    def _wrong_users(self, node: Node) -> list[Node]:
+        """Return what computes wrongly with a node of JAX that is a value that both have."""
+        before = self.repair.before
+        if node is not self.repair.flax or node not in before.torch_of:
+            return []
+        return [user for user in before.flax.users[node] if user not in before.torch_of]
 
     def _expression(self, node: Node, builder: Builder) -> Expression:
         if node is self.repair.flax:

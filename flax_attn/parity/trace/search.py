@@ -9,13 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
 
 from flax_attn.parity.adapters.adapter import Arrays
-from flax_attn.parity.trace.align import Alignment, cone, same_array
+from flax_attn.parity.trace.align import Alignment, Repair, cone, same_array
+from flax_attn.parity.trace.explain import explain, grouped_by_kind
 from flax_attn.parity.trace.expression import LAYOUT, moved_from
+from flax_attn.parity.trace.hypothesis import Hypothesis
 from flax_attn.parity.trace.layouts import laid_out
 from flax_attn.parity.trace.program import Node, Program
 
@@ -38,33 +42,16 @@ SKIPPED = frozenset({*LAYOUT, "source", "constant", "element", "slice", "split",
 
 
 @dataclass(frozen=True)
-class Repair:
-    """A value of the JAX run that is computed differently in PyTorch.
-
-    Args:
-        flax: node of the JAX run.
-        torch: node of the PyTorch run that is the same quantity.
-        before: the alignment before it was replaced.
-        value: value of PyTorch in the layout of the node of the JAX run.
-    """
-
-    flax: Node
-    torch: Node
-    before: Alignment
-    value: np.ndarray
-
-
-@dataclass(frozen=True)
 class Search:
     """What was replaced, and whether all outputs agree after it.
 
     Args:
-        repairs: replacements, in the order of the run.
+        hypotheses: what differs where a value was replaced, in the order of the run.
         alignment: values that agree after them.
         wrong: names of the outputs that still differ.
     """
 
-    repairs: list[Repair]
+    hypotheses: tuple[Hypothesis, ...]
     alignment: Alignment
     wrong: list[str]
 
@@ -79,17 +66,19 @@ def search(flax: Program, torch: Program, expected: Arrays | None = None) -> Sea
     """
     right = {name: node.value for name, node in torch.outputs.items()}
     alignment = Alignment(flax, torch, right if expected is None else expected)
-    repairs: list[Repair] = []
-    while len(repairs) < MADE:
+    found: list[tuple[int, list[Hypothesis]]] = []
+    while len(found) < MADE:
         wrong = wrong_outputs(alignment)
-        found = _next_repair(alignment, wrong) if wrong else None
-        if found is None:
+        made = _next_repair(alignment, wrong) if wrong else None
+        if made is None:
             break
-        repair, changed = found
-        repairs.append(repair)
+        repair, changed = made
+        # Explained at once, so that the values before it need not be kept.
+        found.append((repair.torch.order, explain(repair)))
         alignment = alignment.with_changed(changed)
-    repairs.sort(key=lambda repair: repair.torch.order)
-    return Search(repairs, alignment, wrong_outputs(alignment))
+    found.sort(key=itemgetter(0))
+    every = chain.from_iterable(hypotheses for _, hypotheses in found)
+    return Search(grouped_by_kind(every), alignment, wrong_outputs(alignment))
 
 
 def wrong_outputs(alignment: Alignment) -> list[str]:
