@@ -99,7 +99,10 @@ def faults_page(rows: Sequence[FaultRow], on_mesh: Sequence[Sequence[str]]) -> s
     intro = (
         f"The {len(rows)} known porting faults that are planted, one at a time, into the PyTorch"
         " module of a variant, and the\ncheck that detects each first."
-        " [The proof](proof.md#the-checks-are-tested) has the command that plants them."
+        " [The proof](proof.md#the-checks-are-tested) has the command that plants them. Of what"
+        " `forward` and\n`gradients` detect a report shows the lines of both sides; the others show"
+        " only where the two run otherwise than once, in\nfloat64 and eval mode: the check"
+        " names that condition."
     )
     mesh = (
         f"The {len(on_mesh)} that are planted into attention over tokens that are split among four"

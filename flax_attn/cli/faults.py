@@ -10,8 +10,8 @@ from flax_attn.cli import common
 
 DESCRIPTION = (
     "Patch known porting faults into the PyTorch modules one by one, and name the check that"
-    " detects each. Exits with 0 if\nall are detected, 1 if one is not or a check fails without a"
-    " fault."
+    " detects each, and the lines\nof both sides that a report shows. Exits with 0 if all are"
+    " detected and shown, 1 if one is not or a check fails\nwithout a fault."
 )
 
 
@@ -38,13 +38,13 @@ def _faults(options: argparse.Namespace) -> int:
             def watch(name: str) -> None:
                 progress.update(task, description=name, advance=1)
 
-            found = detect.detect(seed=options.seed, watch=watch)
+            found = detect.detect(seed=options.seed, watch=watch, explain=True)
     except detect.FailsWithoutFaultError as error:
         print(f"flax-attn: {error}", file=sys.stderr)
         return 1
-    # As wide as the names of faults need it.
-    console = common.console(145)
+    # As wide as the names of faults and the lines need it.
+    console = common.console(180)
     console.print(detect.table(found))
     console.print(detect.LEGEND, style="dim", highlight=False)
     console.print(detect.summary(found), style="bold", highlight=False)
-    return 0 if all(detection.detected for detection in found) else 1
+    return 0 if all(one.detected and one.shown for one in found) else 1

@@ -1,11 +1,15 @@
 """Values of both runs are paired by their numbers, whatever their layout is."""
 
+import gc
+
 import numpy as np
 import pytest
 
+from flax_attn.parity.trace import align
 from flax_attn.parity.trace.align import SAME, Alignment, Numbers, cone, same_array
 from flax_attn.parity.trace.layouts import laid_out
 from flax_attn.parity.trace.program import Node, Program
+from flax_attn.parity.trace.search import search
 
 X = np.random.default_rng(0).normal(size=(3, 4))
 HIDDEN = np.where(X > 0.5, -np.inf, X)
@@ -125,3 +129,37 @@ def test_values_that_tell_little_pair_only_if_they_are_the_same_array():
     theirs = [Node("constant", (), mask[None]), Node("constant", (), other)]
     pair = Alignment(Program(ours, {}), Program(theirs, {}), {})
     assert pair.torch_of == {ours[0]: [theirs[0]], ours[1]: [theirs[1]]}
+
+
+def chained(count, last):
+    """Return a run of products of one source, in which sines or cosines alternate with them."""
+    node = source(X)
+    nodes = [node]
+    for i in range(count):
+        function = np.sin if i % 9 else last
+        value = function(node.value) * (i + 2)
+        node = Node(
+            "wave", (node,), value, compute=lambda given, f=function, i=i: f(*given) * (i + 2)
+        )
+        nodes.append(node)
+    return Program(nodes, {"output": node})
+
+
+def test_no_more_sorted_numbers_are_kept_than_there_is_room_for(monkeypatch):
+    flax, torch = chained(3000, np.sin), chained(3000, np.sin)
+    wanted = Alignment(flax, torch, {}).torch_of
+    monkeypatch.setattr(align, "ROOM", 10 * X.size)
+    pair = Alignment(flax, torch, {})
+    assert pair.torch_of == wanted
+    assert len(wanted) == len(flax.nodes)
+    assert 0 < pair.kept.size <= 10 * X.size
+
+
+def test_what_was_known_before_a_replacement_is_not_kept():
+    gc.collect()
+    before = sum(isinstance(one, Alignment) for one in gc.get_objects())
+    found = search(chained(20, np.sin), chained(20, np.cos))
+    assert found.hypotheses
+    assert not found.wrong
+    gc.collect()
+    assert sum(isinstance(one, Alignment) for one in gc.get_objects()) == before + 1

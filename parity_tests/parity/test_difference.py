@@ -55,6 +55,89 @@ def planted(*said, shapes=(X,)):
     return add
 
 
+@planted(r"flax has decay .*, torch has -decay ", shapes=(X, (8,)))
+class SignOfADecay:
+    def flax(x, log):
+        decay = jnp.exp(log)  # planted
+        return jnp.exp(x * decay)
+
+    def torch(x, log):
+        decay = -torch.exp(log)  # planted
+        return torch.exp(x * decay)
+
+
+@planted(r"multiplies by 1, torch by 0.25", shapes=(X, (5, 8)))
+class NoScaleBeforeAMask:
+    def flax(q, k):
+        scores = q @ k.T  # planted
+        return jax.nn.softmax(jnp.where(jnp.arange(5) > 2, -jnp.inf, scores))
+
+    def torch(q, k):
+        scores = q @ k.T * 0.25  # planted
+        mask = torch.arange(5) > 2
+        hidden = torch.zeros(5, dtype=q.dtype).masked_fill_(mask, -torch.inf)
+        return (scores + hidden).softmax(-1)
+
+
+@planted(r"torch multiplies by 1 / sum\(weights, over 8\), flax does not", shapes=(X, X))
+class WeightsThatAreNotNormalised:
+    def flax(x, y):
+        weights = jax.nn.sigmoid(x)  # planted
+        return jnp.einsum("btd,btd->bt", weights, y)
+
+    def torch(x, y):
+        weights = x.sigmoid()
+        weights = weights / weights.sum(-1, keepdim=True)  # planted
+        return sum(w * one for w, one in zip(weights.unbind(-1), y.unbind(-1), strict=True))
+
+
+@planted(r"flax has sum\(.*, torch has mean\(", shapes=(X, X))
+class SumForMean:
+    def flax(x, y):
+        first = jnp.sum((jax.lax.stop_gradient(x) - y) ** 2)  # planted
+        return first + 0.25 * jnp.mean((x - jax.lax.stop_gradient(y)) ** 2)
+
+    def torch(x, y):
+        first = F.mse_loss(x.detach(), y)  # planted
+        return first + 0.25 * F.mse_loss(x, y.detach())
+
+
+@planted(r"multiplies by 1, torch by 0.25", shapes=(X, X))
+class WeightOfALossOfEqualValue:
+    def flax(x, y):
+        first = jnp.mean((jax.lax.stop_gradient(x) - y) ** 2)
+        return first + jnp.mean((x - jax.lax.stop_gradient(y)) ** 2)  # planted
+
+    def torch(x, y):
+        first = F.mse_loss(x.detach(), y)
+        return first + 0.25 * F.mse_loss(x, y.detach())  # planted
+
+
+@planted(
+    r"in the backward pass flax adds tanh.*, torch does not",
+    r"in the backward pass torch adds tanh.*, flax does not",
+    shapes=(X, SQUARE, SQUARE),
+)
+class NoStraightThrough:
+    def flax(x, codes, w):
+        code = jnp.sin(x @ codes)
+        return jnp.tanh(code + 0 * x) @ w + code.sum() * x.sum()  # planted
+
+    def torch(x, codes, w):
+        code = torch.sin(x @ codes)
+        through = x + (code - x).detach()
+        return torch.tanh(through) @ w + code.sum() * x.sum()  # planted
+
+
+@planted(r"axis 0 is rolled by 1", shapes=(X, (8,)))
+class RolledParameter:
+    def flax(x, table):
+        return jnp.sin(x + jnp.roll(table, 1))  # planted
+
+    def torch(x, table):
+        return torch.sin(x + table)  # planted
+
+
 @planted(r"adds 1e-05, torch 1e-06")
 class Epsilon:
     def flax(x):

@@ -18,6 +18,41 @@ SAME = 1e-11
 HIDING = 1e8
 # A moment of n rounded numbers is that exact.
 CLOSE = 1e-9
+# The sorted numbers that are kept: 256 MiB.
+ROOM = 2**25
+
+
+class Sorted:
+    """Sorted numbers of arrays: those that were used last are kept, the others sorted again.
+
+    Args:
+        room: largest count of numbers that are kept; those of one array are kept whatever it is.
+    """
+
+    def __init__(self, room: int = ROOM):
+        self.room = room
+        self.size = 0
+        self._kept: dict[Numbers, np.ndarray] = {}
+
+    def of(self, numbers: Numbers) -> np.ndarray:
+        """Return the numbers of an array that hide nothing, in order."""
+        found = self._kept.pop(numbers, None)
+        if found is None:
+            found = np.sort(_shown(numbers.array))
+            self.size += found.size
+        # The last of the keys is the one that was used last.
+        self._kept[numbers] = found
+        while self.size > self.room and len(self._kept) > 1:
+            oldest = next(iter(self._kept))
+            self.size -= self._kept.pop(oldest).size
+        return found
+
+
+def _shown(array: np.ndarray) -> np.ndarray:
+    """Return the numbers of an array that hide nothing."""
+    flat = np.asarray(array, np.float64).reshape(-1)
+    with np.errstate(invalid="ignore"):
+        return flat[np.abs(flat) < HIDING]
 
 
 @dataclass(eq=False)
@@ -26,22 +61,22 @@ class Numbers:
 
     Args:
         array: any array.
+        kept: where its sorted numbers are kept.
     """
 
     array: np.ndarray
+    kept: Sorted = field(default_factory=Sorted)
 
-    @cached_property
+    @property
     def sorted(self) -> np.ndarray:
         """The numbers that hide nothing, in order."""
-        flat = np.asarray(self.array, np.float64).reshape(-1)
-        with np.errstate(invalid="ignore"):
-            kept = flat[np.abs(flat) < HIDING]
-        return np.sort(kept)
+        return self.kept.of(self)
 
     @cached_property
     def scale(self) -> float:
         """The mean absolute value."""
-        return float(np.abs(self.sorted).mean()) if self.sorted.size else 0.0
+        shown = _shown(self.array)
+        return float(np.abs(shown).mean()) if shown.size else 0.0
 
     @cached_property
     def features(self) -> np.ndarray:
@@ -118,6 +153,7 @@ class Alignment:
 
     def __post_init__(self):
         self._numbers: dict[Node, Numbers] = {}
+        self.kept = Sorted(ROOM)
 
     def value(self, node: Node) -> np.ndarray:
         """Return the value of a node, after what replaces it."""
@@ -126,7 +162,7 @@ class Alignment:
     def numbers(self, node: Node) -> Numbers:
         """Return the numbers of a node, after what replaces them."""
         if node not in self._numbers:
-            self._numbers[node] = Numbers(self.value(node))
+            self._numbers[node] = Numbers(self.value(node), self.kept)
         return self._numbers[node]
 
     @cached_property
@@ -191,7 +227,7 @@ class Alignment:
         """Return the alignment after some values of the JAX run are replaced."""
         other = Alignment(self.flax, self.torch, self.expected, {**self.changed, **changed})
         kept = {node: own for node, own in self._numbers.items() if node not in changed}
-        other._numbers = kept
+        other._numbers, other.kept = kept, self.kept
         other.__dict__["_index"] = self._index
         other.__dict__["_exact"] = self._exact
         known = self.torch_of
@@ -202,6 +238,23 @@ class Alignment:
                 found[node] = matched
         other.__dict__["torch_of"] = found
         return other
+
+
+@dataclass(frozen=True)
+class Repair:
+    """A value of the JAX run that is computed differently in PyTorch.
+
+    Args:
+        flax: node of the JAX run.
+        torch: node of the PyTorch run that is the same quantity.
+        before: the alignment before it was replaced.
+        value: value of PyTorch in the layout of the node of the JAX run.
+    """
+
+    flax: Node
+    torch: Node
+    before: Alignment
+    value: np.ndarray
 
 
 def _bytes(array: np.ndarray) -> bytes:

@@ -15,7 +15,7 @@ from flax_attn.parity.check import finite
 from flax_attn.parity.pair import Pair
 from flax_attn.parity.trace import compiler, runs, sentences
 from flax_attn.parity.trace.align import SAME, Alignment
-from flax_attn.parity.trace.explain import explain, parted
+from flax_attn.parity.trace.explain import parted
 from flax_attn.parity.trace.expression import LAYOUT, Builder
 from flax_attn.parity.trace.hypothesis import Hypothesis
 from flax_attn.parity.trace.program import Node, Place
@@ -171,7 +171,7 @@ def difference(pair: Pair) -> Difference:
         )
     traced, flax = runs.flax_forward(pair)
     found = search(flax, runs.torch_forward(pair))
-    if found.repairs or found.wrong:
+    if found.hypotheses or found.wrong:
         return _difference(found)
     miscompiled = compiler.of_outputs(pair)
     if miscompiled:
@@ -181,10 +181,10 @@ def difference(pair: Pair) -> Difference:
 
 def _difference(found: Search, backward: bool = False) -> Difference:
     steps = tuple(_steps(found.alignment))
-    if not found.repairs and found.wrong:
+    if not found.hypotheses and found.wrong:
         parting = tuple(parted(found.alignment, found.wrong))
         return Difference(parting, tuple(found.wrong), steps, backward=backward, unproven=True)
-    hypotheses = tuple(explain(found))
+    hypotheses = tuple(replace(one, backward=backward) for one in found.hypotheses)
     attention = {} if backward else _attention(found.alignment)
     return Difference(hypotheses, tuple(found.wrong), steps, backward=backward, attention=attention)
 

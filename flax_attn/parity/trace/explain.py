@@ -8,27 +8,32 @@ from itertools import islice
 
 import numpy as np
 
-from flax_attn.parity.trace.align import Alignment, Numbers, cone
-from flax_attn.parity.trace.expression import Builder, Expression
+from flax_attn.parity.trace.align import Alignment, Numbers, Repair, cone
+from flax_attn.parity.trace.expression import Builder, Expression, parts
 from flax_attn.parity.trace.gaps import Gap, gaps
 from flax_attn.parity.trace.hypothesis import Hypothesis, Side
 from flax_attn.parity.trace.layouts import laid_out
 from flax_attn.parity.trace.moves import narrowed, relation, shown, steps
 from flax_attn.parity.trace.notation import Names, plain, text
 from flax_attn.parity.trace.program import Node, Place
-from flax_attn.parity.trace.search import Repair, Search
 
 # The numbers of an array whose elements are compared one by one.
 DISTINCT = 4
 # Operations that depend on the axis along which they run.
 ALONG_AXES = ("sum", "mean", "amax", "amin", "prod", "cumsum", "cumprod", "sort", "argmax")
+# What differs as a whole.
+WHOLE = ("operation", "operand", "order", "term", "base")
 # More gaps than these are not told apart: the whole expressions say what differs.
 FEW = 4
 
 
-def explain(found: Search) -> list[Hypothesis]:
-    """Return what differs at each node that was replaced; repeated layers share one hypothesis."""
-    every = [one for repair in found.repairs for one in _Explained(repair).hypotheses()]
+def explain(repair: Repair) -> list[Hypothesis]:
+    """Return what differs at a node that was replaced."""
+    return list(_Explained(repair).hypotheses())
+
+
+def grouped_by_kind(every: Iterable[Hypothesis]) -> tuple[Hypothesis, ...]:
+    """Return hypotheses, of which those of repeated layers are one."""
     grouped: dict[tuple, Hypothesis] = {}
     for one in every:
         known = grouped.get(one.kind)
@@ -36,7 +41,7 @@ def explain(found: Search) -> list[Hypothesis]:
             grouped[one.kind] = one
         elif one.node not in (known.node, *known.also):
             grouped[one.kind] = replace(known, also=(*known.also, one.node))
-    return list(grouped.values())
+    return tuple(grouped.values())
 
 
 def parted(alignment: Alignment, wrong: Sequence[str]) -> list[Hypothesis]:
@@ -72,7 +77,7 @@ class _Explained:
 
     def hypotheses(self) -> Iterator[Hypothesis]:
         """Yield what differs."""
-        found = list(islice(gaps(self.flax, self.torch), FEW + 1))
+        found = self._gaps()
         ends = self.repair.flax, self.repair.torch
         if not found:
             yield self._layout()
@@ -83,11 +88,31 @@ class _Explained:
 
     def same_operands(self) -> list[Hypothesis]:
         """Return what differs if both compute with the same values, and nothing else."""
-        found = list(islice(gaps(self.flax, self.torch), FEW + 1))
-        if any(gap.parameter in ("operation", "operand", "order") for gap in found):
+        found = self._gaps()
+        if any(gap.parameter in WHOLE[:3] for gap in found):
             return []
         ends = self.repair.flax, self.repair.torch
         return [self._hypothesis(gap, *ends) for gap in found]
+
+    def _gaps(self) -> list[Gap]:
+        found = islice(gaps(self.flax, self.torch), FEW + 1)
+        return [self._opened(gap) for gap in found]
+
+    def _opened(self, gap: Gap) -> Gap:
+        """Return a gap with a value that both have written out, if its operation differs little."""
+        if gap.parameter != "operation" or gap.flax is None or gap.torch is None:
+            return gap
+        ours = self._written(gap.flax, self.flax_builder)
+        theirs = self._written(gap.torch, self.torch_builder)
+        inside = list(islice(gaps(ours, theirs), 2))
+        if len(inside) == 1 and inside[0].parameter not in WHOLE:
+            return replace(gap, flax=ours, torch=theirs)
+        return gap
+
+    def _written(self, part: Expression, builder: Builder) -> Expression:
+        if part.operation != "leaf" or part.origin is None:
+            return part
+        return builder.written(part.origin)
 
     def _hypothesis(self, gap: Gap, ours: Node, theirs: Node) -> Hypothesis:
         sides = []
@@ -96,13 +121,28 @@ class _Explained:
             (theirs, self.torch_builder, gap.torch),
         ):
             value = "" if part is None else text(part, self.names)
+            whole = self._expression(node, builder)
             enclosing = gap.flax_at if node is ours else gap.torch_at
             within = enclosing if part is None or part.origin is None else part.origin
-            origins = [] if within is None else [within]
-            expression = text(self._expression(node, builder), self.names)
-            sides.append(Side(value, expression, places([*origins, node])))
+            lines = [node] if within is None else [within, node]
+            if gap.scaled is not None:
+                lines = [*builder.scaling(lines[0], gap.scaled), *lines]
+            if _lacks(part, gap.parameter):
+                # What is missing may be missed where the other operands come from as well.
+                lines += self._wrong_users(node)
+                lines += builder.makers(part if part and part.operands else whole)
+            elif part is not None and gap.parameter == "operation":
+                lines[1:1] = _origins(part)
+            sides.append(Side(value, text(whole, self.names), places(lines)))
         note = _apart(gap)
         return Hypothesis(theirs.module, gap.operation, gap.parameter, *sides, note=note)
+
+    def _wrong_users(self, node: Node) -> list[Node]:
+        """Return what computes wrongly with a node of JAX that is a value that both have."""
+        before = self.repair.before
+        if node is not self.repair.flax or node not in before.torch_of:
+            return []
+        return [user for user in before.flax.users[node] if user not in before.torch_of]
 
     def _expression(self, node: Node, builder: Builder) -> Expression:
         if node is self.repair.flax:
@@ -133,7 +173,8 @@ class _Explained:
             here = self.flax_builder.written(ours)
             there = self.torch_builder.written(theirs)
             inside = list(gaps(here, there))
-            if len(inside) == 1 and here.operation == there.operation:
+            alike = here.operation == there.operation != "source"
+            if len(inside) == 1 and alike:
                 gap = self._hypothesis(inside[0], ours, theirs)
                 return replace(gap, note=note or gap.note)
         sides = []
@@ -143,7 +184,11 @@ class _Explained:
         ):
             moves = steps(alignment, node, is_flax)
             expression = text(builder.written(node), self.names)
-            sides.append(Side(shown(moves), expression, places([node, *reversed(moves)])))
+            program = alignment.flax if is_flax else alignment.torch
+            # What is given to a run has no line but those of what computes with it.
+            users = () if node.operands else program.users[node]
+            lines = places([node, *reversed(moves), *users])
+            sides.append(Side(shown(moves), expression, lines))
         return Hypothesis(theirs.module, theirs.operation, "layout", *sides, note=note)
 
     def _parameters(self, ours: Node, theirs: Node) -> Hypothesis:
@@ -155,6 +200,13 @@ class _Explained:
             expression = text(builder.written(node), self.names)
             sides.append(Side(value, expression, places([node])))
         return Hypothesis(theirs.module, theirs.operation, "axes", *sides)
+
+
+def _lacks(part: Expression | None, parameter: str) -> bool:
+    """Whether a side has nothing at a gap, or what it has is no operation."""
+    if part is None or part.operation == "leaf" or parameter == "sign":
+        return True
+    return parameter in ("factor", "exponent") and part.number in (1, -1)
 
 
 def _apart(gap: Gap) -> str:
@@ -194,18 +246,10 @@ def _along(node: Node) -> tuple:
     return axes, node.operands[0].value.shape
 
 
-def _origins(expression: Expression) -> Iterator[Node]:
-    """Yield the nodes of an expression, from the outside in."""
-    seen: set[Expression] = set()
-    waiting = [expression]
-    while waiting:
-        one = waiting.pop(0)
-        if one in seen or one.operation == "leaf":
-            continue
-        seen.add(one)
-        waiting += one.operands
-        if one.origin is not None:
-            yield one.origin
+def _origins(expression: Expression) -> list[Node]:
+    """Return the nodes of an expression, from the outside in, without the values in it."""
+    operations = [one for one in parts(expression) if one.operation != "leaf"]
+    return [one.origin for one in operations if one.origin is not None]
 
 
 def places(nodes: Iterable[Node]) -> tuple[Place, ...]:

@@ -8,7 +8,7 @@ terms with factors, products are sets of bases with exponents, so that `x * rsqr
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,8 @@ LAYOUT = frozenset(
     {"transpose", "reshape", "broadcast", "squeeze", "expand_dims", "view", "detach"}
     | {"stop_gradient"}
 )
+# Arrays of one number, whatever they take their shape from.
+FILLED = ("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full")
 SWAPPED = {"gt": "lt", "ge": "le"}
 # Numbers of a result that are rounded alike are one number.
 DIGITS = 12
@@ -194,6 +196,19 @@ def _unshifted(x: Expression) -> Expression:
     return x
 
 
+def parts(expression: Expression) -> Iterator[Expression]:
+    """Yield an expression and all inside it, each once, from the outside in."""
+    seen: set[Expression] = set()
+    waiting = [expression]
+    while waiting:
+        one = waiting.pop(0)
+        if one in seen:
+            continue
+        seen.add(one)
+        waiting += one.operands
+        yield one
+
+
 def order(expression: Expression) -> tuple[str, str]:
     """Return what expressions are sorted by: the same on both sides."""
     return expression.operation, expression.key
@@ -211,10 +226,39 @@ class Builder:
         self.leaves, self.varying = leaves, varying
         self._depth = 0
         self._made: dict[Node, Expression] = {}
+        self._first: dict[int, Node] = {}
+        for node in sorted(leaves, key=lambda node: node.order):
+            if node in varying:
+                self._first.setdefault(leaves[node], node)
 
     def leaf(self, node: Node) -> Expression:
         """Return the expression of a node as a value that both have."""
         return Expression("leaf", (), (self.leaves[node],), node)
+
+    def makers(self, expression: Expression) -> list[Node]:
+        """Return the nodes that first compute the shared values in an expression."""
+        leaves = [one for one in parts(expression) if one.operation == "leaf"]
+        return [self._first[one.settings[0]] for one in leaves if one.settings[0] in self._first]
+
+    def scaling(self, top: Node, base: Expression) -> list[Node]:
+        """Return the operations that multiply an expression by a number, inside of a node."""
+        found: list[Node] = []
+        for node in self._inside(top):
+            if node.operation in ("mul", "div", "neg") and split(self(node))[1] == base:
+                found.append(node)
+        return found
+
+    def _inside(self, top: Node) -> Iterator[Node]:
+        """Yield the nodes between a node and the shared values that it is computed from."""
+        seen = {top}
+        waiting = [top]
+        while waiting:
+            node = waiting.pop()
+            yield node
+            if node in self.leaves and node is not top:
+                continue
+            waiting += [operand for operand in node.operands if operand not in seen]
+            seen.update(node.operands)
 
     def __call__(self, node: Node) -> Expression:
         """Return the expression of a node over shared values, which stand for themselves."""
@@ -243,6 +287,9 @@ class Builder:
         operands = [self(operand) for operand in node.operands]
         if node.operation in ("add", "add_any", "sub", "mul", "div") and _moved(node, operands):
             operands[1] = Expression("moved", (operands[1],), (), node.operands[1])
+        elif node.operation in ("add", "add_any") and _coincide(node, operands):
+            factor, base = split(operands[1])
+            operands[1] = scaled(factor, Expression("other", (base,), (), base.origin))
         for operand, inner in zip(node.operands, operands, strict=True):
             # A choice that chooses one side everywhere is that side.
             if node.operation == "where" and _is_same(operand.value, node.value):
@@ -253,7 +300,7 @@ class Builder:
         name = SWAPPED.get(node.operation)
         if name:
             return Expression(name, tuple(reversed(operands)), (), node)
-        return Expression(node.operation, tuple(operands), _settings(node), node)
+        return _contained(node, operands)
 
 
 def _contents(value: np.ndarray) -> str:
@@ -280,6 +327,28 @@ def _moved(node: Node, operands: list[Expression]) -> bool:
     # The same array, perhaps times a number.
     factor = split(operands[1])[0] / split(operands[0])[0]
     return not np.allclose(first * factor, second, rtol=1e-9, atol=1e-300)
+
+
+def _coincide(node: Node, operands: list[Expression]) -> bool:
+    """Whether the terms of a sum are two values that happen to be equal, as two losses are."""
+    first, second = split(operands[0])[1], split(operands[1])[1]
+    if first.operation != "leaf" or first != second:
+        return False
+    assert first.origin is not None
+    assert second.origin is not None
+    return moved_from(first.origin) is not moved_from(second.origin)
+
+
+def moved_from(node: Node) -> Node:
+    """Return what a node lays out otherwise, rounds, or returns unchanged."""
+    while node.operands:
+        first = node.operands[0]
+        moves = node.operation in LAYOUT or node.operation == "cast"
+        same = [x for x in node.operands if (moves and x is first) or _is_same(x.value, node.value)]
+        if not same:
+            break
+        node = same[0]
+    return node
 
 
 def _settings(node: Node) -> tuple[Any, ...]:
@@ -383,12 +452,23 @@ def _dot(node: Node, x: list[Expression]) -> Expression:
 
 def _where(node: Node, x: list[Expression]) -> Expression:
     # JAX has the case for False first.
-    cases = (x[1], x[2])
     if node.parameters.get("false_first"):
-        cases = cases[::-1]
-    condition = x[0]
+        return _chosen(node, x[0], (x[2], x[1]))
+    return _chosen(node, x[0], (x[1], x[2]))
+
+
+def _scattered(node: Node, x: list[Expression]) -> Expression:
+    return Expression("scatter-add", (ZERO, x[1], x[0]), (), node)
+
+
+def _masked(node: Node, x: list[Expression]) -> Expression:
+    return _chosen(node, x[1], (x[2], x[0]))
+
+
+def _chosen(node: Node, condition: Expression, cases: tuple[Expression, Expression]) -> Expression:
+    """Return the first case where a condition holds, and the second elsewhere."""
     if condition.operation == "not":
-        condition, cases = condition.operands[0], cases[::-1]
+        condition, cases = condition.operands[0], (cases[1], cases[0])
     if condition.number is not None:
         return cases[0] if condition.number else cases[1]
     numbers = cases[0].number, cases[1].number
@@ -397,6 +477,14 @@ def _where(node: Node, x: list[Expression]) -> Expression:
     if node.value.dtype == bool and numbers == (0.0, 1.0):
         return Expression("not", (condition,), (), node)
     return Expression("where", (condition, *cases), (), node)
+
+
+def _filled(node: Node, x: list[Expression]) -> Expression:
+    return number(float(node.value.flat[0]), node) if node.value.size else _contained(node, x)
+
+
+def _contained(node: Node, x: list[Expression]) -> Expression:
+    return Expression(node.operation, tuple(x), _settings(node), node)
 
 
 def _not(node: Node, x: list[Expression]) -> Expression:
@@ -485,6 +573,9 @@ RULES: dict[str, Rule] = {
     "erfc": _erfc,
     "dot": _dot,
     "where": _where,
+    "masked_fill": _masked,
+    "embedding_dense_backward": _scattered,
+    **dict.fromkeys(FILLED, _filled),
     "not": _not,
     "cast": _cast,
     "slice": _slice,

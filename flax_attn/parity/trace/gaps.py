@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from flax_attn.parity.trace.expression import Expression, negated, number, product, scaled
+from flax_attn.parity.trace.align import HIDING
+from flax_attn.parity.trace.expression import (
+    Expression,
+    negated,
+    number,
+    parts,
+    product,
+    scaled,
+    total,
+)
 from flax_attn.parity.trace.program import Node
 
 # The operations whose operands have no order.
@@ -24,6 +33,7 @@ class Gap:
         torch: what PyTorch has there; None if nothing.
         flax_at: node of JAX in which it stands, or would.
         torch_at: node of PyTorch in which it stands, or would.
+        scaled: what a factor multiplies; None where it is no factor of a term.
     """
 
     operation: str
@@ -32,6 +42,7 @@ class Gap:
     torch: Expression | None
     flax_at: Node | None = None
     torch_at: Node | None = None
+    scaled: Expression | None = None
 
 
 def gaps(flax: Expression, torch: Expression) -> Iterator[Gap]:
@@ -81,13 +92,29 @@ def _same_cases(flax: Expression, torch: Expression) -> Expression:
 
 
 def _as_sums(flax: Expression, torch: Expression) -> tuple[Expression, Expression] | None:
-    """Return both as sums if one is a sum that has the other as a term."""
+    """Return both as sums if one is a sum that has the other as a term, or both hide scores."""
     for one, other in ((flax, torch), (torch, flax)):
+        if one.operation == "sum" and other.operation == "where":
+            added = _hidden_by_a_term(other)
+            if added is not None:
+                return (flax, added) if one is flax else (added, torch)
         if one.operation == "sum" and other.operation != "sum":
             factor, base = _apart(other)
             if base in one.operands:
                 single = Expression("sum", (base,), (factor,), other.origin)
                 return (flax, single) if one is flax else (single, torch)
+    return None
+
+
+def _hidden_by_a_term(choice: Expression) -> Expression | None:
+    """Return `where(hidden, -inf, scores)` as `scores + where(hidden, -inf, 0)`."""
+    condition, *cases = choice.operands
+    for i, case in enumerate(cases):
+        if case.number is not None and case.number <= -HIDING:
+            kept = cases[1 - i]
+            cases[1 - i] = number(0.0)
+            term = Expression("where", (condition, *cases), (), choice.origin)
+            return total([(1.0, kept), (1.0, term)], choice.origin)
     return None
 
 
@@ -130,7 +157,8 @@ def _weighted(flax: Expression, torch: Expression) -> Iterator[Gap]:
     for base, own, other in weights:
         if own != other:
             kind = "constant" if base.number is not None else word
-            yield Gap(operation, kind, number(own, flax.origin), number(other, torch.origin))
+            ours, theirs = number(own, flax.origin), number(other, torch.origin)
+            yield Gap(operation, kind, ours, theirs, scaled=base if kind == "factor" else None)
     # Constants pair with one another, and terms with those that have most in common with them.
     for base, other in _paired(list(here), list(there)):
         if base is not None and other is not None:
@@ -254,17 +282,6 @@ def _alike(one: Expression, other: Expression) -> float:
     return shared + 0.1 * same
 
 
-def _leaves(expression: Expression) -> frozenset:
+def _leaves(expression: Expression) -> frozenset[Expression]:
     """Return the values that both sides have from which an expression is computed."""
-    found: set[Expression] = set()
-    leaves = []
-    waiting = [expression]
-    while waiting:
-        one = waiting.pop()
-        if one in found:
-            continue
-        found.add(one)
-        if one.operation == "leaf":
-            leaves.append(one)
-        waiting += one.operands
-    return frozenset(leaves)
+    return frozenset(one for one in parts(expression) if one.operation == "leaf")

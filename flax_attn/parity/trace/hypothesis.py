@@ -59,6 +59,7 @@ class Hypothesis:
         also: paths of other submodules with the same difference.
         note: how the order of JAX's numbers differs from PyTorch's, in words; empty where it does
             not.
+        backward: whether it stands in the backward pass, where a name is that of a gradient.
     """
 
     node: str
@@ -68,6 +69,7 @@ class Hypothesis:
     torch: Side
     also: tuple[str, ...] = ()
     note: str = ""
+    backward: bool = False
 
     @property
     def kind(self) -> tuple[Any, ...]:

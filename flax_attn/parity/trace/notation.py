@@ -202,7 +202,7 @@ def _call(x: Expression, names: Names) -> str:
         return f"{x.settings[0]}({', '.join(inner)})"
     if x.operation == "slice":
         return f"{_text(x.operands[0], names, ATOM)}[{_bounds(x.settings)}]"
-    if x.operation == "moved":
+    if x.operation in ("moved", "other"):
         return f"{_text(x.operands[0], names, ATOM)}'"
     if x.operation == "cast":
         return f"{x.settings[0]}({inner[0]})"

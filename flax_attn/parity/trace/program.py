@@ -36,10 +36,9 @@ LIBRARIES = (
 ASSIGNED = re.compile(r"\s*([A-Za-z_]\w*)\s*(?::[^=]+)?=[^=]")
 # Where libraries keep their layers, whose lines are shown if a layer alone is compared.
 LAYERS = ("/flax/nnx/nn/", "/flax/linen/", "/equinox/nn/", "/haiku/_src/", "/torch/nn/modules/")
-# The harness, and the table of variants that calls it.
-HARNESS = ("parity", "proof")
 PYTHON = str(Path(linecache.__file__).parent)
 PACKAGE = str(Path(__file__).parents[2])
+HARNESS = str(Path(__file__).parents[1])
 
 
 @dataclass(frozen=True)
@@ -242,7 +241,7 @@ def place_of(frames: Sequence[tuple[str, int]], module: str = "") -> Place | Non
 
 def in_harness(file: str) -> bool:
     """Whether a file belongs to the harness itself."""
-    return any(file.startswith(f"{PACKAGE}/{folder}/") for folder in HARNESS)
+    return file.startswith(f"{HARNESS}/")
 
 
 _KNOWN: dict[str, bool] = {}

@@ -7,15 +7,19 @@ the difference lies between them and the last values that agree.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
 
 from flax_attn.parity.adapters.adapter import Arrays
-from flax_attn.parity.trace.align import Alignment, cone, same_array
-from flax_attn.parity.trace.expression import LAYOUT
+from flax_attn.parity.trace.align import Alignment, Repair, cone, same_array
+from flax_attn.parity.trace.explain import explain, grouped_by_kind
+from flax_attn.parity.trace.expression import LAYOUT, moved_from
+from flax_attn.parity.trace.hypothesis import Hypothesis
 from flax_attn.parity.trace.layouts import laid_out
 from flax_attn.parity.trace.program import Node, Program
 
@@ -27,8 +31,9 @@ NEXT = 16
 TRIED, MADE = 3000, 24
 # Those that make something agree, of which the best is taken.
 COMPARED = 24
-# The depth of values that both have: they are tried after those of one side.
-AFTER = 4
+# The depth of values that both have and JAX or PyTorch computes with: those of PyTorch are tried
+# after those of one side.
+FLAX_SHARED, TORCH_SHARED = 1, 4
 # The operations that are followed to a value in the layout of a node.
 ELEMENTWISE = 8
 # Values that agree after a replacement by chance are fewer.
@@ -37,33 +42,16 @@ SKIPPED = frozenset({*LAYOUT, "source", "constant", "element", "slice", "split",
 
 
 @dataclass(frozen=True)
-class Repair:
-    """A value of the JAX run that is computed differently in PyTorch.
-
-    Args:
-        flax: node of the JAX run.
-        torch: node of the PyTorch run that is the same quantity.
-        before: the alignment before it was replaced.
-        value: value of PyTorch in the layout of the node of the JAX run.
-    """
-
-    flax: Node
-    torch: Node
-    before: Alignment
-    value: np.ndarray
-
-
-@dataclass(frozen=True)
 class Search:
     """What was replaced, and whether all outputs agree after it.
 
     Args:
-        repairs: replacements, in the order of the run.
+        hypotheses: what differs where a value was replaced, in the order of the run.
         alignment: values that agree after them.
         wrong: names of the outputs that still differ.
     """
 
-    repairs: list[Repair]
+    hypotheses: tuple[Hypothesis, ...]
     alignment: Alignment
     wrong: list[str]
 
@@ -78,17 +66,19 @@ def search(flax: Program, torch: Program, expected: Arrays | None = None) -> Sea
     """
     right = {name: node.value for name, node in torch.outputs.items()}
     alignment = Alignment(flax, torch, right if expected is None else expected)
-    repairs: list[Repair] = []
-    while len(repairs) < MADE:
+    found: list[tuple[int, list[Hypothesis]]] = []
+    while len(found) < MADE:
         wrong = wrong_outputs(alignment)
-        found = _next_repair(alignment, wrong) if wrong else None
-        if found is None:
+        made = _next_repair(alignment, wrong) if wrong else None
+        if made is None:
             break
-        repair, changed = found
-        repairs.append(repair)
+        repair, changed = made
+        # Explained at once, so that the values before it need not be kept.
+        found.append((repair.torch.order, explain(repair)))
         alignment = alignment.with_changed(changed)
-    repairs.sort(key=lambda repair: repair.torch.order)
-    return Search(repairs, alignment, wrong_outputs(alignment))
+    found.sort(key=itemgetter(0))
+    every = chain.from_iterable(hypotheses for _, hypotheses in found)
+    return Search(grouped_by_kind(every), alignment, wrong_outputs(alignment))
 
 
 def wrong_outputs(alignment: Alignment) -> list[str]:
@@ -168,19 +158,26 @@ def _candidates(
     users = alignment.flax.users
     here = [node for node in ours if _is_candidate(node, depths) and not _is_shift(node, users)]
     there = [node for node in theirs if _is_candidate(node, depths)]
+    inside = set(depths)
     # One side may compute more with a value that both have.
-    both = set(_shared_operands(alignment, theirs, depths))
-    there += both
+    shared_here = _shared_operands(alignment, ours, alignment.torch_of)
+    shared_here = [node for node in shared_here if _is_alone(alignment, node)]
+    shared_there = _shared_operands(alignment, theirs, alignment.flax_of)
+    depths = dict.fromkeys(shared_there, TORCH_SHARED) | depths
+    depths = dict.fromkeys(shared_here, FLAX_SHARED) | depths
+    here += shared_here
+    there += shared_there
+    both = {*shared_here, *shared_there}
     quantities = alignment.quantities
     leaves: dict[Node, set[Any]] = {}
     for node in [*here, *there]:
-        leaves[node] = {quantities.get(leaf, leaf) for leaf in _leaves(node, depths)}
+        leaves[node] = {quantities.get(leaf, leaf) for leaf in _leaves(node, inside)}
     pairs = []
     for flax in here:
         for torch in there:
             if flax.value.size != torch.value.size:
                 continue
-            if torch in both and quantities[torch] not in leaves[flax]:
+            if not _may_lack(flax, torch, both, leaves, quantities):
                 continue
             # What makes a mask or a table is no value of the run.
             if (flax in alignment.flax.varying) != (torch in alignment.torch.varying):
@@ -193,21 +190,43 @@ def _candidates(
         yield flax, torch
 
 
+def _may_lack(
+    flax: Node,
+    torch: Node,
+    both: Collection[Node],
+    leaves: Mapping[Node, set[Any]],
+    quantities: Mapping[Node, int],
+) -> bool:
+    """Whether one of two nodes is computed from the other, if that is a value that both have."""
+    if flax in both:
+        return torch not in both and quantities[flax] in leaves[torch]
+    return torch not in both or quantities[torch] in leaves[flax]
+
+
 def _shared_operands(
-    alignment: Alignment, theirs: Sequence[Node], depths: dict[Node, int]
+    alignment: Alignment,
+    nodes: Sequence[Node],
+    matched: Mapping[Node, Sequence[Node]],
 ) -> list[Node]:
-    """Return the values that both have and PyTorch computes with, and give them a depth."""
+    """Return the values that both have and one side computes with."""
     found: dict[Node, None] = {}
-    for node in theirs:
+    for node in nodes:
         for operand in node.operands:
-            shared = operand in alignment.flax_of and operand.operation not in SKIPPED
+            shared = operand in matched and operand.operation not in SKIPPED
             if shared and operand.floating and alignment.numbers(operand).telling:
                 found[operand] = None
-                depths.setdefault(operand, AFTER)
     return list(found)
 
 
-def _leaves(node: Node, inside: Mapping[Node, int]) -> set[Node]:
+def _is_alone(alignment: Alignment, node: Node) -> bool:
+    """Whether no other value of JAX happens to be equal, so that it is known which is meant."""
+    equal: set[Node] = set()
+    for other in alignment.torch_of[node]:
+        equal.update(alignment.flax_of[other])
+    return len({moved_from(one) for one in equal}) == 1
+
+
+def _leaves(node: Node, inside: Collection[Node]) -> set[Node]:
     """Return the values that agree from which a node is computed."""
     found: set[Node] = set()
     waiting = [node]

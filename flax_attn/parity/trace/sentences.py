@@ -26,7 +26,8 @@ def headline(found: Hypothesis) -> str:
     if found.also:
         more = f" and {len(found.also) - NAMED} more" if len(found.also) > NAMED else ""
         where = f"{where} (also {', '.join(found.also[:NAMED])}{more})"
-    return f"{where}: {_difference(found)}"
+    run = "in the backward pass " if found.backward else ""
+    return f"{where}: {run}{_difference(found)}"
 
 
 def edit(found: Hypothesis) -> str:

@@ -44,6 +44,7 @@ COMPOSED = [
     aten.rsub,
     aten._weight_norm_interface,
     aten.mse_loss,
+    aten.mse_loss_backward,
     aten.masked_fill,
     aten.lerp,
 ]

@@ -21,7 +21,7 @@ from flax_attn.proof.faults.fault import (
     swapped,
     zeros,
 )
-from torch_ref import DifferentialAttention, LongRoPEScaling, MultiHeadAttention, RoPE
+from torch_ref import DifferentialAttention, MultiHeadAttention, RoPE
 from torch_ref.models.gemma import Gemma
 from torch_ref.models.gemma2 import Gemma2
 from torch_ref.models.language_model import LanguageModel
@@ -83,13 +83,21 @@ def of_the_whole_head(cos_sin, rope, width, positions, dtype):
 LONGROPE = "multi_head_rope_longrope"
 
 
-def five_tokens_later(cos_sin, rope, *others):
-    """Begin with the long factors at five tokens more."""
-    scaling = replace(
-        rope.scaling, original_context_length=rope.scaling.original_context_length + 5
-    )
-    return cos_sin(replace(rope, scaling=scaling), *others)
+def rescaled(change):
+    """The rotation of PyTorch alone with changed fields of its scaling, which both sides share."""
 
+    def cos_sin(original, rope, *others):
+        scaling = replace(rope.scaling, **change(rope.scaling))
+        return original(replace(rope, scaling=scaling), *others)
+
+    return Wrap(RoPE, "_cos_sin", cos_sin)
+
+
+SHORT_FACTORS = rescaled(lambda scaling: {"long_factors": scaling.short_factors})
+FIVE_LATER = rescaled(
+    lambda scaling: {"original_context_length": scaling.original_context_length + 5}
+)
+NO_TEMPERATURE = rescaled(lambda scaling: {"attention_factor": 1.0})
 
 # Windows and rotations by layer, and rotations of a part of a head.
 LAYERS = (
@@ -121,12 +129,12 @@ LAYERS = (
           Wrap(RoPE, "_cos_sin", of_the_whole_head)),
     fault("short_factors_of_long_inputs",
           "LongRoPE takes the short factors for long inputs, too.", LONGROPE,
-          Patch(LongRoPEScaling, "long_frequencies", LongRoPEScaling.frequencies)),
+          SHORT_FACTORS),
     fault("long_factors_too_late",
           "LongRoPE takes the long factors five tokens too late.", LONGROPE,
-          Wrap(RoPE, "_cos_sin", five_tokens_later)),
+          FIVE_LATER),
     fault("no_longrope_temperature", "LongRoPE's factor on what is rotated is missing.", LONGROPE,
-          Patch(LongRoPEScaling, "amplitude", lambda scaling: 1.0)),
+          NO_TEMPERATURE),
 )  # fmt: skip
 
 # Scales and caps of tokens, scores and logits.

@@ -20,6 +20,7 @@ from flax_attn.parity.adapters.torch_adapter import TorchAdapter
 from flax_attn.parity.check import Check
 from flax_attn.parity.checks import CHECKS, run_checks
 from flax_attn.parity.cpu import on_cpu
+from flax_attn.parity.trace.difference import Difference, difference
 from flax_attn.proof.faults import FAULTS, Fault
 from flax_attn.proof.faults.fault import patched
 from flax_attn.proof.prove import pair_of
@@ -38,6 +39,9 @@ ORDER = (
     "non-finite padding",
     "training",
 )
+# What these detect is read out of the two programs; the others run them otherwise than once, in
+# float64 and eval mode, and that is the kind of what they detect.
+READ = ("forward", "gradients")
 # Tolerances that are common in test suites of ports; none of ours.
 FIXED = (1e-4, 1e-2, 4e-2)
 
@@ -54,22 +58,41 @@ class Detection:
         fault: fault that was patched in.
         check: first check that fails, or None.
         fixed: whether the outputs pass, with default weights, each of the fixed tolerances.
+        difference: what a report shows of it; None where that was not asked for, or where the
+            check runs the two programs otherwise than once.
     """
 
     fault: Fault
     check: Check | None
     fixed: dict[float, bool]
+    difference: Difference | None = None
 
     @property
     def detected(self) -> bool:
         """Whether any check fails."""
         return self.check is not None
 
+    @property
+    def located(self) -> str:
+        """The first lines of both sides that explain the whole difference; empty without them."""
+        if self.difference is None or not self.difference.repaired:
+            return ""
+        first = self.difference.hypotheses[0]
+        if not first.flax.places or not first.torch.places:
+            return ""
+        return f"{first.flax.place} / {first.torch.place}"
+
+    @property
+    def shown(self) -> bool:
+        """Whether a report shows it, unless that was not asked for."""
+        return self.difference is None or bool(self.located)
+
 
 def detect(
     faults: Sequence[Fault] = FAULTS,
     seed: int = 0,
     watch: Callable[[str], None] = lambda name: None,
+    explain: bool = False,
 ) -> list[Detection]:
     """Patch in each fault and return which check detects it first.
 
@@ -77,6 +100,7 @@ def detect(
         faults: faults to patch in.
         seed: seed of the weights and inputs.
         watch: function called with the name of each fault before it is patched in.
+        explain: whether to find the lines of both sides as well.
 
     Raises:
         FailsWithoutFaultError: if a check fails without any fault.
@@ -94,13 +118,19 @@ def detect(
         # As long as nothing is patched, most of what is needed is compiled by two threads.
         with ThreadPoolExecutor(2) as pool:
             list(pool.map(prepare, prepared))
-        return [_detected(prepared[fault.row], fault, watch) for fault in faults]
+        found = []
+        for fault in faults:
+            watch(fault.name)
+            found.append(_detected(prepared[fault.row], fault, explain))
+        return found
 
 
-def _detected(prepared: PreparedVariant, fault: Fault, watch: Callable[[str], None]) -> Detection:
-    watch(fault.name)
+def _detected(prepared: PreparedVariant, fault: Fault, explain: bool) -> Detection:
     failed = (check for check in prepared.checks(fault) if not check.passed)
-    return Detection(fault, next(failed, None), prepared.fixed(fault))
+    check = next(failed, None)
+    explained = explain and check is not None and check.name in READ
+    shown = prepared.difference(fault) if explained else None
+    return Detection(fault, check, prepared.fixed(fault), shown)
 
 
 class PreparedVariant:
@@ -154,6 +184,12 @@ class PreparedVariant:
             # With nothing patched: the caller may stop here.
             yield check
 
+    def difference(self, fault: Fault) -> Difference:
+        """Return where the two sides differ with a fault."""
+        adapter = self._copy(self.pair.weights)
+        with patched(adapter.module, fault.patches):
+            return difference(self.pair.with_torch(adapter))
+
     def fixed(self, fault: Fault) -> dict[float, bool]:
         """Return whether the outputs with a fault pass the fixed tolerances."""
         adapter = self._copy(self._defaults)
@@ -187,6 +223,8 @@ def _default_weights(variant: Variant, seed: int) -> Arrays:
 LEGEND = (
     "each fault is patched into the PyTorch module; "
     "error and rule are those of the first check that fails\n"
+    "shown at ... the first lines that a report shows of JAX and of PyTorch; replacing them mends"
+    " the outputs and gradients\n"
     "1e-04 ... np.allclose of the outputs, default weights, eval mode, at this rtol and atol: "
     "'passes' detects nothing"
 )
@@ -197,6 +235,7 @@ _COLUMNS = (
     "first detected by",
     "error",
     "rule",
+    "shown at",
     *(f"{tol:.0e}" for tol in FIXED),
 )
 
@@ -207,10 +246,10 @@ def table(detections: Sequence[Detection]) -> Table:
     what, *others = _COLUMNS
     rows.add_column(what)
     for column in others:
-        justify = "left" if column in _COLUMNS[:3] else "right"
+        justify = "left" if column in (*_COLUMNS[:3], "shown at") else "right"
         rows.add_column(column, justify=justify, no_wrap=True)
     for detection in detections:
-        style = "" if detection.detected else "bold red"
+        style = "" if detection.detected and detection.shown else "bold red"
         cells = [Text(cell, style) for cell in _cells(detection)]
         rows.add_row(*cells)
     return rows
@@ -218,7 +257,7 @@ def table(detections: Sequence[Detection]) -> Table:
 
 def markdown(detections: Sequence[Detection]) -> str:
     """Return the table in Markdown."""
-    aligned = ["---"] * 3 + ["---:"] * len(_COLUMNS[3:])
+    aligned = ["---"] * 3 + ["---:"] * 2 + ["---"] + ["---:"] * len(FIXED)
     lines = [_COLUMNS, aligned, *map(_cells, detections)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
@@ -227,7 +266,13 @@ def summary(detections: Sequence[Detection]) -> str:
     """Return how many faults the checks detect, and how many the fixed tolerances do."""
     detected = sum(detection.detected for detection in detections)
     found = ", ".join(f"{_failing(detections, tol)} at {tol:.0e}" for tol in FIXED)
-    return f"{detected} of {len(detections)} faults are detected; a fixed tolerance detects {found}"
+    read = [detection for detection in detections if detection.difference is not None]
+    shown = sum(detection.shown for detection in read)
+    located = f", {shown} of {len(read)} shown by the lines of both sides" if read else ""
+    return (
+        f"{detected} of {len(detections)} faults are detected{located}; a fixed tolerance detects"
+        f" {found}"
+    )
 
 
 def _failing(detections: Sequence[Detection], tol: float) -> int:
@@ -237,7 +282,14 @@ def _failing(detections: Sequence[Detection], tol: float) -> int:
 def _cells(detection: Detection) -> tuple[str, ...]:
     fault = detection.fault
     fixed = ["passes" if passes else "fails" for passes in detection.fixed.values()]
-    return fault.what.removesuffix("."), fault.row, *_verdict(detection.check), *fixed
+    named = fault.what.removesuffix("."), fault.row
+    return *named, *_verdict(detection.check), _shown(detection), *fixed
+
+
+def _shown(detection: Detection) -> str:
+    if detection.located or detection.difference is None:
+        return detection.located
+    return "NOT SHOWN"
 
 
 def _verdict(check: Check | None) -> tuple[str, str, str]:
