@@ -121,7 +121,7 @@ def gated_delta_rule(
     keys = steps(key, n // k)
     values = steps(value)
     decays = steps(decay)
-    betas = [None] * t if beta is None else steps(beta[..., None])
+    betas = None if beta is None else steps(beta[..., None])
     fresh = starts[..., None, None, None].unbind(1)
     now = state.to(dtype)
     outputs = []
@@ -130,7 +130,7 @@ def gated_delta_rule(
         kept = torch.where(fresh[i], 0, now)
         now = kept * decays[i][:, :, None].exp()
         new = values[i]
-        if betas[i] is not None:
+        if betas is not None:
             held = torch.einsum("bnvh,bnh->bnv", now, keys[i])
             new = betas[i] * (new - held)
         now = now + torch.einsum("bnv,bnh->bnvh", new, keys[i])
