@@ -1,4 +1,6 @@
 # Every target sets up what it needs. PYTHON picks the interpreter of .venv, ARGS go to the command.
+# It is not the newest that is there: constraints.txt is of Python 3.11, for which the pinned torch is a small CPU build, and
+# which ends at a JAX that is known to be wrong (flax-attn show environment). What has the newest JAX has NEWEST_PYTHON.
 PYTHON ?= python3
 BIN := .venv/bin
 NEWEST_BIN := .venv-newest/bin

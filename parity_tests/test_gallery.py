@@ -5,6 +5,7 @@ What the cards say follows from runs.
 
 import importlib
 import inspect
+import json
 import re
 import runpy
 import sys
@@ -193,6 +194,24 @@ def test_a_run_is_recorded_with_its_worst_margin(tmp_path, monkeypatch):
     row = script["row"]({"name": "a", "passed": True, "checks": checks})
     named = {name: row[name] for name in ("forward", "jit = eager", "dropout", "margin", "verdict")}
     assert list(named.values()) == ["2.0e-15", "0.0e+00", "-", "500.0x", "equal"]
+
+
+def test_rows_in_reports_of_their_own_are_recorded_in_one_table(tmp_path, monkeypatch):
+    script = runpy.run_path(str(DOCS.parent / "tools" / "record_proof.py"))
+    monkeypatch.setitem(script["main"].__globals__, "DOCS", tmp_path)
+    files = []
+    for name in ("real_a", "real_b"):
+        check = {"name": "bfloat16", "error": 0.5, "margin": 2.0}
+        variant = {"name": name, "passed": True, "checks": [check]}
+        files.append(tmp_path / f"{name}.json")
+        files[-1].write_text(json.dumps({"variants": [variant]}))
+    monkeypatch.setattr("sys.argv", ["record_proof", *map(str, files)])
+    script["main"]()
+    assert (tmp_path / "proof_real.csv").read_text().splitlines() == [
+        "variant,bfloat16,margin,verdict",
+        "real_a,5.0e-01,2.0x,equal",
+        "real_b,5.0e-01,2.0x,equal",
+    ]
 
 
 @pytest.mark.parametrize("name", ["no such row", "b"])

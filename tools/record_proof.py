@@ -2,7 +2,7 @@
 
 `make parity ARGS="--full --report build/proof.json"` makes a run, and
 `python tools/record_proof.py build/proof.json` keeps it. With `--sizes real` in place of `--full`
-it is one of real sizes, which is kept in the second file.
+it is one of real sizes, which is kept in the second file. Rows may be in reports of their own.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ def row(variant: dict[str, Any]) -> dict[str, str]:
 
 
 def main() -> None:
-    """Write the table of the report that is named on the command line."""
-    report = json.loads(Path(sys.argv[1]).read_text())
-    rows = [row(variant) for variant in report["variants"]]
+    """Write the table of the reports that are named on the command line."""
+    reports = [json.loads(Path(name).read_text()) for name in sys.argv[1:]]
+    rows = [row(variant) for report in reports for variant in report["variants"]]
     # A check that no variant has is no column.
     columns = [name for name in rows[0] if any(row[name] != "-" for row in rows)]
     real = rows[0]["variant"].startswith("real_")

@@ -77,16 +77,17 @@ def need(module: str, what: str) -> None:
         raise UsageError(f"{what} needs {module}: pip install {module}")
 
 
-def need_torch(command: str, threads: int | None = 1) -> None:
-    """Raise unless PyTorch is installed; it runs on one thread where the matrices are small."""
+def need_torch(command: str) -> None:
+    """Raise unless PyTorch is installed; it runs on one thread."""
     try:
         import torch
     except ImportError:
         raise UsageError(
             f"{command} needs PyTorch: pip install torch, or compare with an export: --against DIR"
         ) from None
-    # The processes that compare share the cores, and would wait for one another's threads.
-    torch.set_num_threads(threads or 1)
+    # The processes that compare share the cores, and would wait for one another's threads. A
+    # recurrence of 4,096 small steps takes fifteen times as long on two.
+    torch.set_num_threads(1)
 
 
 def known_checks(names: list[str] | None) -> list[str] | None:

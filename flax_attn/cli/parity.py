@@ -68,7 +68,7 @@ def add(commands: Any) -> None:
 
 def _parity(options: argparse.Namespace) -> int:
     if not options.against:
-        common.need_torch("parity", threads=1 if options.sizes == "small" else os.cpu_count())
+        common.need_torch("parity")
     if options.mesh is not None and (options.against or options.device):
         raise common.UsageError(
             "--mesh runs our own table against PyTorch; got it with --against or --device"
@@ -119,7 +119,7 @@ def _variants(options: argparse.Namespace) -> list[Report]:
     device = common.device(options.device)
     workers = min(os.cpu_count() or 1, _WORKERS)
     # A page draws from the modules, and a difference is located in them: both need them in this
-    # process. Rows of real sizes take several GB, and the threads of all cores.
+    # process. Rows of real sizes take several GB.
     alone = run.checks or device or workers == 1 or len(variants) <= workers or real
     with common.progress() as progress:
         if alone or any(Path(path).suffix == ".html" for path in options.report):

@@ -94,7 +94,7 @@ def parameters(module: nnx.Module) -> dict[str, Tensor]:
         >>> list(parameters(nnx.Sequential(Linear(3, 2, rngs=nnx.Rngs(0)), LayerNorm(2))))
         ['0.bias', '0.kernel', '1.scale', '1.shift']
     """
-    return _named(module, nnx.Param)
+    return _named(module, nnx.Param)[0]
 
 
 def statistics(module: nnx.Module) -> dict[str, Tensor]:
@@ -106,20 +106,23 @@ def statistics(module: nnx.Module) -> dict[str, Tensor]:
         >>> list(statistics(nnx.BatchNorm(3, rngs=nnx.Rngs(0))))
         ['mean', 'var']
     """
-    return _named(module, nnx.BatchStat)
+    return _named(module, nnx.BatchStat)[0]
 
 
 def tensors(module: nnx.Module) -> dict[str, Tensor]:
     """Return what a state dict holds of a module: its parameters, then its running statistics."""
-    return {**parameters(module), **statistics(module)}
+    own, fixed = _named(module, nnx.Param, nnx.BatchStat)
+    return {**own, **fixed}
 
 
-def _named(module: nnx.Module, kind: type[nnx.Variable]) -> dict[str, Tensor]:
+def _named(module: nnx.Module, *kinds: type[nnx.Variable]) -> list[dict[str, Tensor]]:
+    """Return the variables of each kind by name; a graph is walked once, which takes long."""
     names = naming(module)
-    found = {}
+    found: list[dict[str, Tensor]] = [{} for _ in kinds]
     for path, node in nnx.iter_graph(module):
-        if isinstance(node, kind):
-            found |= _by_layer(node, names(path))
+        for kind, variables in zip(kinds, found, strict=True):
+            if isinstance(node, kind):
+                variables |= _by_layer(node, names(path))
     return found
 
 

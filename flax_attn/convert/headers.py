@@ -183,7 +183,8 @@ def _stored(path: Path, start: int, entry: Mapping[str, Any]) -> Stored:
 
 def _map(path: Path, span: slice, dtype: str, shape: Shape) -> np.ndarray:
     # What was read of a map takes memory until it is closed: so there is one for each entry.
-    return np.memmap(path, mode="r")[span].view(jnp.dtype(dtype)).reshape(shape)
+    # Pages that are written to are copied: the file stays as it is.
+    return np.memmap(path, mode="c")[span].view(jnp.dtype(dtype)).reshape(shape)
 
 
 def _checkpoint_header(path: Path) -> dict[str, Stored]:

@@ -113,7 +113,8 @@ def from_pretrained(path: str | PathLike[str], **options: Unpack[LoadOptions]) -
 
     `Llama.from_pretrained(path)` is the same for a folder that is known to hold a `Llama`. A head
     that is tied is read once, whatever the file holds. The context is `max_position_embeddings`;
-    with dynamic RoPE scaling it is `factor` times that.
+    with dynamic RoPE scaling it is `factor` times that. Weights of a safetensors file may stay
+    mapped: it may be replaced while the model is used, and must not be written over.
 
     Args:
         path: the folder.

@@ -85,9 +85,11 @@ def _note_on_sums(
             found.append(f"{error:.3g} of the rule at {name!r}")
     if not found:
         return []
+    what = "the gradient of a broadcast, such as a bias, or of a lookup, and the windows of a pool"
+    if dtype == "float32":
+        what = "all sums, gradients of convolutions, and products of matrices on a CPU,"
     return [
-        "JAX sums the gradients of a broadcast, such as a bias, and of a convolution, and the"
-        f" windows of a pool in {dtype} step by step, which costs {', '.join(found)} and is no"
+        f"JAX adds up {what} in {dtype} step by step, which costs {', '.join(found)} and is no"
         " difference of the port: judged with each of these sums rounded once"
     ]
 

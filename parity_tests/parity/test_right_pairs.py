@@ -39,7 +39,7 @@ def test_the_bias_of_a_linear_layer_gives_no_alarm(seed):
     sides = nnx.Linear(8, 6, rngs=nnx.Rngs(0)), torch.nn.Linear(8, 6)
     report = compare(*sides, [(2, 32, 8)], seed=seed, checks=["bfloat16"])
     assert report.passed, report.explain()
-    said = r"JAX sums the gradients of a broadcast.* in bfloat16 .* 1\.\d+ of the rule at 'bias'"
+    said = r"JAX adds up the gradient of a broadcast.* in bfloat16 .* 1\.\d+ of the rule at 'bias'"
     assert re.search(said, report.checks[0].note)
 
 
@@ -122,6 +122,36 @@ def test_the_gradient_of_a_convolution_is_rounded_once_in_float32():
     dtypes = re.findall(r":(f\d\d)\[[\d,]*\] = conv_general_dilated", program)
     # The forward pass is as the port has it.
     assert dtypes == ["f32", "f64", "f64"]
+
+
+def looked_up(table, ids, cotangent):
+    return jax.vjp(lambda table: jnp.sin(table[ids]), table)[1](cotangent)
+
+
+def test_the_sum_of_the_gradient_of_a_lookup_is_rounded_once():
+    random = np.random.default_rng(0)
+    ids = random.integers(0, 3, 2000)
+    table, cotangent = random.normal(size=(3, 4)), random.normal(size=(2000, 4))
+    low = [jnp.asarray(array, jnp.bfloat16) for array in (table, cotangent)]
+    single = [array.astype(jnp.float32) for array in low]
+    (expected,) = looked_up(single[0], ids, single[1])
+    (found,) = with_rounded_sums(looked_up)(low[0], ids, low[1])
+    (plain,) = looked_up(low[0], ids, low[1])
+    errors = [np.abs(array.astype(jnp.float32) - expected).max() for array in (found, plain)]
+    assert errors[0] < errors[1] / 4
+
+
+def product(precision, dtype):
+    x = jnp.ones((3, 5), dtype)
+    function = with_rounded_sums(lambda x: jnp.matmul(x, x.T, precision=precision))
+    return str(jax.make_jaxpr(function)(x))
+
+
+def test_products_in_float32_alone_are_rounded_once_and_none_of_a_chosen_algorithm():
+    assert "preferred_element_type=float64" in product("highest", jnp.float32)
+    chosen = jax.lax.DotAlgorithmPreset.BF16_BF16_F32
+    for left in (product(chosen, jnp.float32), product(None, jnp.bfloat16)):
+        assert "float64" not in left
 
 
 POSITIVE = np.abs(np.random.default_rng(0).normal(size=(4, 512)))

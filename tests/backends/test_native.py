@@ -404,3 +404,26 @@ def test_no_library_has_no_levels(monkeypatch):
     assert native.levels() == []
     with pytest.raises(ValueError, match=r"must be one of \[\] on this machine; got 'baseline'"):
         native.choose_level("baseline")
+
+
+def gradients_of_nearly_equal_weights(dtype, backend):
+    """Return the gradients where all keys count nearly the same, as in a model before training."""
+    random = np.random.default_rng(0)
+    arrays = 0.1 * random.normal(size=(4, 1, 96, 2, 8)) + np.reshape([0, 0, 1, 1], (4, 1, 1, 1, 1))
+    query, key, value, cotangent = jnp.asarray(arrays, jnp.bfloat16).astype(dtype)
+    attend = partial(dot_product_attention, backend=backend)
+    found = jax.vjp(attend, query, key, value)[1](cotangent)
+    names = "query", "key", "value"
+    return {name: np.asarray(x.astype(jnp.float32)) for name, x in zip(names, found, strict=True)}
+
+
+@built
+@pytest.mark.parametrize("backend", ["native", "blocked"])
+def test_gradients_of_nearly_equal_weights_are_not_those_of_rounded_outputs(backend):
+    ours, plain = (
+        gradients_of_nearly_equal_weights(jnp.bfloat16, name) for name in (backend, "reference")
+    )
+    exact = gradients_of_nearly_equal_weights(jnp.float32, "reference")
+    eps = float(jnp.finfo(jnp.bfloat16).eps)
+    errors = tolerance.lower_dtype(ours, [plain], exact, tolerance.LOW_GRADIENT, eps)
+    assert max(errors.values()) <= 1, errors

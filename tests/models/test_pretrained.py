@@ -28,6 +28,7 @@ from flax_attn.models.diffllama import DiffLlama, DiffLlamaConfig
 from flax_attn.models.gemma import Gemma, GemmaConfig
 from flax_attn.models.gemma3 import Gemma3, Gemma3Config
 from flax_attn.models.hugging_face import folder as loader
+from flax_attn.models.hugging_face.values import Memory
 from flax_attn.models.olmo2 import Olmo2, Olmo2Config
 from flax_attn.models.phi3 import Phi3, Phi3Config
 from flax_attn.models.qwen2 import Qwen2
@@ -187,6 +188,48 @@ def test_only_one_weight_at_a_time_is_in_memory_twice(tmp_path):
     tracemalloc.stop()
     assert model.config.num_layers == 4
     assert peak - now < sum(array.nbytes for array in arrays.values()) / 3
+
+
+def save_aligned(arrays, file):
+    """Write a file whose arrays begin at multiples of 64 bytes."""
+    for count in range(64):
+        safetensors.numpy.save_file(arrays, file, metadata={"format": "p" * count})
+        (header,) = np.fromfile(file, "<u8", count=1)
+        if (8 + int(header)) % 64 == 0:
+            return
+    raise AssertionError("no length of the metadata aligns the file")
+
+
+@pytest.mark.parametrize("param_dtype", [None, jnp.bfloat16])
+def test_what_lies_as_it_is_needed_is_mapped(tmp_path, monkeypatch, param_dtype):
+    write_fields(tmp_path, GPT2_FIELDS, n_embd=256, n_layer=1, vocab_size=32)
+    shapes = gpt2_shapes(256, 1, vocab=32)
+    draw = np.random.default_rng(0)
+    arrays = {name: draw.normal(size=shape).astype("float32") for name, shape in shapes.items()}
+    file = tmp_path / "model.safetensors"
+    save_aligned(arrays, file)
+    before, copied = file.read_bytes(), []
+    take = Memory._take
+
+    def counted(memory, size):
+        copied.append(size)
+        return take(memory, size)
+
+    monkeypatch.setattr(Memory, "_take", counted)
+    model = GPT2.from_pretrained(tmp_path, param_dtype=param_dtype)
+    attention = model.trf_blocks[0].att
+    kernels = [attention.W_query, attention.W_key, attention.W_value]
+    fused = sum(layer.kernel[...].nbytes for layer in kernels)
+    largest = 256 * 1024 * (4 if param_dtype is None else 2)
+    # The fused kernel of queries, keys and values is cut: its parts do not lie together.
+    assert (largest in copied) == (param_dtype is not None)
+    assert sum(copied) < 2 * fused or param_dtype is not None
+    # A donated weight is written to, and the file is not.
+    table = model.tok_emb.embedding[...]
+    doubled = jax.jit(lambda x: 2 * x, donate_argnums=0)(table)
+    expected = arrays["transformer.wte.weight"].astype(doubled.dtype)
+    np.testing.assert_array_equal(doubled, 2 * expected)
+    assert file.read_bytes() == before
 
 
 @pytest.mark.parametrize(("progress", "shown"), [(True, True), (False, False), (None, False)])

@@ -105,13 +105,15 @@ def attention(draw: Draw) -> Border:
         "key_segment": draw.ids(0, 2, *batch, segments[1]),
     }
     rows = Array("float32", (*batch, n, t))
-    results = {"output": Array(dtype, (*batch, t, n, v)), "top": rows, "total": rows}
+    few = draw.one(False, True)
+    output = Array(dtype if few else draw.one(dtype, "float32"), (*batch, t, n, v))
+    results = {"output": output, "top": rows, "total": rows}
     options = {
         "scale": np.float32(h**-0.5),
         "soft_cap": np.float32(draw.one(0, 2)),
         "heads_first": first,
     }
-    forward = Border("attention_forward", arrays, results, options | {"few": draw.one(False, True)})
+    forward = Border("attention_forward", arrays, results, options | {"few": few})
     if draw.one(False, True):
         return replace(forward, options=forward.options | {"differentiated": draw.one(False, True)})
     found = attend(forward, "float64")

@@ -140,7 +140,11 @@ def right_attention(call: Border) -> bool:
     if min(t, n, h, s, k, v) == 0 or n % k:
         return False
     rows = [y["top"], y["total"]] if "top" in y else [x["top"], x["total"], y["delta"]]
-    outputs = [y["output"]] if "output" in y else [x["output"], x["cotangent"]]
+    output = y["output"] if "output" in y else x["output"]
+    wide = not options.get("few", False) and output.dtype == "float32"
+    outputs = [output.is_("float32" if wide else dtype, *batch, t, n, v)]
+    if "cotangent" in x:
+        outputs.append(x["cotangent"].is_(dtype, *batch, t, n, v))
     ranges = [x["start"].is_("int32", *batch, t), x["stop"].is_("int32", *batch, t)]
     own = [
         x["key"].is_(dtype, *batch, *keys, h),
@@ -151,10 +155,8 @@ def right_attention(call: Border) -> bool:
     ]
     made = {"d_query": (t, n, h), "d_key": (s, k, h), "d_value": (s, k, v)}
     own += [y[name].is_(dtype, *batch, *shape) for name, shape in made.items() if name in y]
-    own += [one.is_("float32", *batch, n, t) for one in rows] + [
-        one.is_(dtype, *batch, t, n, v) for one in outputs
-    ]
-    return all(ranges + own)
+    own += [one.is_("float32", *batch, n, t) for one in rows]
+    return all(ranges + own + outputs)
 
 
 def right_product(call: Border) -> bool:

@@ -78,13 +78,14 @@ inline Run run(const Problem& x, Type type, bool by_heads, const flax_attn::Kern
                                   static_cast<float>(x.soft_cap), query.data(), key.data(), value.data(),
                                   sinks.empty() ? nullptr : sinks.data(), x.start.data(), x.stop.data(),
                                   ids(x.query_segment), ids(x.key_segment)};
-  const auto forward = [&](bool few, bool differentiated) {
-    kernels.forward({call, output.data(), top.data(), total.data(), few, differentiated}, pool);
+  const auto forward = [&](bool few) {
+    kernels.forward({call, output.data(), top.data(), total.data(), few, false, false}, pool);
     return output.numbers();
   };
-  const Numbers few = forward(true, false), many = forward(false, false);
-  forward(false, true);
-  kernels.backward({call, output.data(), cotangent.data(), top.data(), total.data(), d_query.data(), d_key.data(),
-                    d_value.data(), delta.data()}, pool);
-  return {few, many, output.numbers(), d_query.numbers(), d_key.numbers(), d_value.numbers(), Numbers(delta.begin(), delta.end())};
+  const Numbers few = forward(true), many = forward(false);
+  std::vector<float> unrounded(x.cotangent.size());
+  kernels.forward({call, unrounded.data(), top.data(), total.data(), false, true, true}, pool);
+  kernels.backward({call, unrounded.data(), cotangent.data(), top.data(), total.data(), d_query.data(), d_key.data(),
+                    d_value.data(), delta.data(), true}, pool);
+  return {few, many, Numbers(unrounded.begin(), unrounded.end()), d_query.numbers(), d_key.numbers(), d_value.numbers(), Numbers(delta.begin(), delta.end())};
 }

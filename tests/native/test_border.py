@@ -80,15 +80,16 @@ BOTH = {
 BREAKS = {
     "attention_forward": {
         **BOTH,
-        "output must have the dtype of query, and be (..., b, t, n, v)": {
-            "output": "float32 2 3 4 6"
+        "output must have the dtype of query, or be float32 unless few": {
+            "output": "bfloat16 2 3 4 7"
         },
         "top must be float32, and (..., b, n, t)": {"top": "float32 2 3 4"},
         "total must be float32, and (..., b, n, t)": {"total": "float16 2 4 3"},
     },
     "attention_backward": {
         **BOTH,
-        "output and cotangent must have the dtype of query": {"cotangent": "float32 2 3 4 6"},
+        "output must have the dtype of query, or be float32": {"output": "bfloat16 2 3 4 7"},
+        "cotangent must have the dtype of query, and be": {"cotangent": "float32 2 3 4 6"},
         "top, total and delta must be float32": {"delta": "float32 2 4 2"},
         "d_query must be as query": {"d_query": "float32 2 3 4 5"},
         "d_key must have the dtype of query, and be": {"d_key": "float32 2 2 5 6"},

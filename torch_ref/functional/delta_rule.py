@@ -83,28 +83,30 @@ def gated_delta_rule(
     if state is None:
         state = torch.zeros((b, n, v, h), device=query.device)
 
-    def heads(x: Tensor, groups: int = 1) -> Tensor:
+    def steps(x: Tensor, groups: int = 1) -> tuple[Tensor, ...]:
         """Hide padding: it adds nothing, under no key, and lets all of the state remain."""
         hidden = torch.where(real[..., None, None], x, 0)
-        return hidden.to(dtype).repeat_interleave(groups, dim=2)
+        # The gradient of an index is as large as the whole; that of `unbind` is one `stack`.
+        return hidden.to(dtype).repeat_interleave(groups, dim=2).unbind(1)
 
-    queries = heads(query, n // k)
-    keys = heads(key, n // k)
-    values = heads(value)
-    decays = heads(decay)
-    betas = None if beta is None else heads(beta[..., None])
+    queries = steps(query, n // k)
+    keys = steps(key, n // k)
+    values = steps(value)
+    decays = steps(decay)
+    betas = None if beta is None else steps(beta[..., None])
+    fresh = starts[..., None, None, None].unbind(1)
     now = state.to(dtype)
     outputs = []
     for i in range(t):
         # A token that begins a document finds an empty state.
-        kept = torch.where(starts[:, i, None, None, None], 0, now)
-        now = kept * decays[:, i, :, None].exp()
-        new = values[:, i]
+        kept = torch.where(fresh[i], 0, now)
+        now = kept * decays[i][:, :, None].exp()
+        new = values[i]
         if betas is not None:
-            held = torch.einsum("bnvh,bnh->bnv", now, keys[:, i])
-            new = betas[:, i] * (new - held)
-        now = now + torch.einsum("bnv,bnh->bnvh", new, keys[:, i])
-        read = torch.einsum("bnvh,bnh->bnv", now, queries[:, i])
+            held = torch.einsum("bnvh,bnh->bnv", now, keys[i])
+            new = betas[i] * (new - held)
+        now = now + torch.einsum("bnv,bnh->bnvh", new, keys[i])
+        read = torch.einsum("bnvh,bnh->bnv", now, queries[i])
         outputs.append(factor * read)
     output = torch.stack(outputs, dim=1)
     return Recurrence(output.to(value.dtype), now)

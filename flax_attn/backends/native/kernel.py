@@ -37,7 +37,8 @@ _LOG2_E = np.float32(np.log2(np.e))
 class Results(NamedTuple):
     """The output `(b, t, n, v)`, and the largest base-2 score and softmax sum of each row.
 
-    The last two are `(b, n, t)`.
+    The last two are `(b, n, t)`. The output is float32 where a gradient is taken: that of the
+    scores of a row, which add up to 0, would not with the products of rounded outputs.
     """
 
     output: Array
@@ -60,8 +61,15 @@ def _differentiate(differentiated, primals, tangents):
     (call,), (changes,) = primals, tangents
     results = forward(True, call)
     change = _bind(_tangent, call, results, _floats(changes))
+    dtype = _output_dtype(call, differentiated)
+    found = results._replace(output=results.output.astype(dtype))
     # Top and total are read by derivatives alone, which do not depend on them but by rounding.
-    return results, Results(change, jnp.zeros_like(results.top), jnp.zeros_like(results.total))
+    still = jnp.zeros_like(results.top), jnp.zeros_like(results.total)
+    return found, Results(change.astype(dtype), *still)
+
+
+def _output_dtype(call: Call, differentiated: bool) -> jnp.dtype:
+    return jnp.dtype(jnp.float32) if differentiated else call.query.dtype
 
 
 @jax.custom_jvp
@@ -108,7 +116,8 @@ def _call_forward(*leaves: Array, structure: Any, differentiated: bool) -> Seque
     (call,) = structure.unflatten(leaves)
     (*batch, t, n, _), v = call.query.shape, call.value.shape[-1]
     rows = jax.ShapeDtypeStruct((*batch, n, t), jnp.float32)
-    output = jax.ShapeDtypeStruct((*batch, t, n, v), call.query.dtype)
+    dtype = _output_dtype(call, differentiated)
+    output = jax.ShapeDtypeStruct((*batch, t, n, v), dtype)
     how = {"few": not differentiated and t <= FEW, "differentiated": differentiated}
     return _call("attention_forward", (output, rows, rows), call, **how)
 
@@ -173,7 +182,8 @@ def _sinks_gradient(call: Call, results: Results, delta: Array) -> Array | None:
 
 def _plain_forward(*leaves: Array, structure: Any, differentiated: bool) -> Sequence[Array]:
     (call,) = structure.unflatten(leaves)
-    return [_formula(call, _floats(call)), *_each(call, _softmax_sums, call)]
+    output = _formula(call, _floats(call)).astype(_output_dtype(call, differentiated))
+    return [output, *_each(call, _softmax_sums, call)]
 
 
 def _softmax_sums(call: Call) -> tuple[Array, Array]:
@@ -199,7 +209,7 @@ def _plain_backward(*leaves: Array, structure: Any) -> Sequence[Array]:
     call, results, cotangent = structure.unflatten(leaves)
     _, pull = jax.vjp(partial(_formula, call), _floats(call))
     (found,) = pull(cotangent)
-    products = results.output.astype(jnp.float32) * cotangent.astype(jnp.float32)
+    products = results.output * cotangent.astype(jnp.float32)
     delta = rearrange(products.sum(axis=-1), "... t n -> ... n t")
     return found.query, found.key, found.value, delta
 
@@ -220,8 +230,8 @@ def _tangent_formula(*leaves: Array, structure: Any) -> Array:
 
 
 def _output_of(*leaves: Array, structure: Any) -> Array:
-    _, results, _ = structure.unflatten(leaves)
-    return results.output
+    call, results, _ = structure.unflatten(leaves)
+    return results.output.astype(call.query.dtype)
 
 
 def _transpose(cotangent, *leaves, structure):

@@ -95,16 +95,16 @@ def load(
     model = _abstract(
         cls, config, {name: value for name, value in options.items() if name in _OF_MODELS}
     )
-    entries = _match(model, family, stored, weights)
+    own = tensors(model)
+    entries = _match(model, own, family, stored, weights)
     check_copies(entries, family, stored, weights)
     rngs, progress = options.get("rngs"), options.get("progress")
     if dtype is None:
         _check_float64(stored[name].dtype for entry in entries for name in entry.tensors)
     fork_streams(model, rngs)
     memory = Memory() if mesh is None else OnMesh(mesh)
-    _fill(
-        model, entries, stored, dtype, sys.stderr.isatty() if progress is None else progress, memory
-    )
+    shown = sys.stderr.isatty() if progress is None else progress
+    _fill(own, entries, stored, dtype, shown, memory)
     if mesh is not None:
         shard(model, mesh)  # what is left: the streams of dropout
     model.eval()
@@ -136,7 +136,7 @@ def save(
     params = tensors(model)
     dtypes = (param.dtype for param in parameters(model).values())
     fields = write_config(family, config, jnp.result_type(*dtypes).name)
-    entries = _plan(model, family.layout)
+    entries = _plan(model, params, family.layout)
     if jax.process_index() > 0:
         take_part(entries, params)
     else:
@@ -230,21 +230,25 @@ def _current(name: str) -> str:
     )
 
 
-def _plan(model: nnx.Module, layout: Layout) -> list[Entry]:
-    shapes = {name: tensor.shape for name, tensor in tensors(model).items()}
+def _plan(model: nnx.Module, own: Mapping[str, Tensor], layout: Layout) -> list[Entry]:
+    shapes = {name: tensor.shape for name, tensor in own.items()}
     entries = plan(shapes, layout, axes_of(model, layout))
     return sorted(entries, key=lambda entry: entry.theirs)
 
 
 def _match(
-    model: nnx.Module, family: Family, stored: Mapping[str, Stored], weights: Path
+    model: nnx.Module,
+    own: Mapping[str, Tensor],
+    family: Family,
+    stored: Mapping[str, Stored],
+    weights: Path,
 ) -> list[Entry]:
     """Return the entries of a model by their names in the files, or raise with all that is wrong.
 
     Of the layouts of the family it is the one that has the fewest names that are not there.
     """
     plans = [
-        (layout, _named_as_in(stored, _plan(model, layout), family))
+        (layout, _named_as_in(stored, _plan(model, own, layout), family))
         for layout in (family.layout, *family.others)
     ]
     layout, entries = min(plans, key=lambda plan: len(_names(plan[1]) - stored.keys()))
@@ -298,7 +302,7 @@ def _check_float64(dtypes: Iterable[Dtype]) -> None:
 
 
 def _fill(
-    model: nnx.Module,
+    own: Mapping[str, Tensor],
     entries: list[Entry],
     stored: Mapping[str, Stored],
     dtype: Dtype | None,
@@ -306,7 +310,6 @@ def _fill(
     memory: Memory | OnMesh,
 ) -> None:
     """Read the weights, the largest first: its copies are made while memory is free."""
-    own = tensors(model)
     groups = sorted(
         _by_variables(entries, own), key=lambda group: -sum(math.prod(e.shape) for e in group)
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypeGuard
+
 from flax import nnx
 
 from flax_attn.models.layer_pattern import stack_modules
@@ -12,12 +14,14 @@ from flax_attn.modules.initialisation import fork
 
 def fork_streams(model: nnx.Module, rngs: nnx.Rngs | None) -> None:
     """Give each dropout its own stream, in the order of the layers."""
-    if not _dropouts(model):  # streams are made by programs that are compiled
+    modules = [module for _, module in nnx.iter_modules(model)]
+    dropouts = [module for module in modules if _draws(module)]
+    if not dropouts:  # streams are made by programs that are compiled
         return
     rngs = nnx.Rngs(0) if rngs is None else rngs
-    stacks = [module for _, module in nnx.iter_modules(model) if isinstance(module, Stack)]
+    stacks = [module for module in modules if isinstance(module, Stack)]
     stack_of = {id(dropout): one for one in stacks for dropout in _dropouts(one)}
-    for dropout in _dropouts(model):
+    for dropout in dropouts:
         if id(dropout) not in stack_of:
             dropout.stream = nnx.data(fork(rngs.dropout))
         elif (
@@ -38,7 +42,8 @@ def _fork_stacked(one: Stack, rngs: nnx.Rngs) -> None:
 
 
 def _dropouts(model: nnx.Module) -> list[Dropout]:
-    modules = (module for _, module in nnx.iter_modules(model))
-    return [
-        module for module in modules if isinstance(module, Dropout) and module.stream is not None
-    ]
+    return [module for _, module in nnx.iter_modules(model) if _draws(module)]
+
+
+def _draws(module: nnx.Module) -> TypeGuard[Dropout]:
+    return isinstance(module, Dropout) and module.stream is not None

@@ -25,8 +25,13 @@ class Memory:
         self.free = np.empty(0, np.uint8)
 
     def copy(self, arrays: list[np.ndarray], variable: nnx.Variable, dtype: np.dtype) -> Array:
-        """Return the value of a variable: one array, or those of all layers and experts stacked."""
+        """Return the value of a variable: one array, or those of all layers and experts stacked.
+
+        An array that lies as JAX needs it is not copied: of a file, it is mapped.
+        """
         shape = variable.shape
+        if len(arrays) == 1 and _lies_as_needed(arrays[0], dtype):
+            return jax.device_put(arrays[0].view(np.ndarray).reshape(shape))
         new = self._take(math.prod(shape) * dtype.itemsize).view(dtype)
         for place, array in zip(new.reshape(len(arrays), *arrays[0].shape), arrays, strict=True):
             place[...] = array
@@ -38,6 +43,13 @@ class Memory:
         start = -self.free.ctypes.data % _ALIGNMENT
         taken, self.free = self.free[start : start + size], self.free[start + size :]
         return taken
+
+
+def _lies_as_needed(array: np.ndarray, dtype: np.dtype) -> bool:
+    # What is donated is written to: nothing that cannot be may be shared.
+    flags = array.flags
+    aligned = array.ctypes.data % _ALIGNMENT == 0
+    return array.dtype == dtype and flags.c_contiguous and flags.writeable and aligned
 
 
 class OnMesh:

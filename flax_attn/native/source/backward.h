@@ -58,8 +58,8 @@ static void find_common(const T* from, const Layout& layout, const uint8_t* seen
 struct Deltas {
   Vector shifted{}, whole{};
 };
-template <typename T>
-static inline Deltas deltas(const float* const* cotangents, const T* const* outputs, int64_t v, const float* shift,
+template <typename O>
+static inline Deltas deltas(const float* const* cotangents, const O* const* outputs, int64_t v, const float* shift,
                             float* columns) {
   Deltas delta;
   for_columns(cotangents, v, [&](int64_t c, Vector lanes) { store(columns + c * WIDTH, lanes); });
@@ -71,11 +71,11 @@ static inline Deltas deltas(const float* const* cotangents, const T* const* outp
   return delta;
 }
 
-template <typename T>
+template <typename T, typename O>
 static void copy_queries(const Backward& x, int64_t b, int64_t kv, int64_t part, Queries& to) {
   const Layout query = tokens_first(x.t, x.n, x.h), output = tokens_first(x.t, x.n, x.v);
   const float* cotangents[WIDTH];
-  const T* outputs[WIDTH];
+  const O* outputs[WIDTH];
   Array<float> columns(x.v * WIDTH);
   for (int64_t head = 0; head < x.group(); ++head)
     for (int64_t i = 0; i < x.t; ++i) {  // what pads the tokens stays zero, which sees nothing
@@ -85,7 +85,7 @@ static void copy_queries(const Backward& x, int64_t b, int64_t kv, int64_t part,
       const int64_t place = output.offset(b, i, n);
       const bool ok = copy_finite(static_cast<const T*>(x.cotangent) + place, cotangent, x.v);
       cotangents[i % WIDTH] = ok ? cotangent : nullptr;
-      outputs[i % WIDTH] = static_cast<const T*>(x.output) + place;
+      outputs[i % WIDTH] = static_cast<const O*>(x.output) + place;
       for (int64_t c = 0; c < x.h; ++c) to.query_tiles[tiled(at, c, x.h)] = q[c];
       for (int64_t c = 0; c < x.v; ++c) to.cotangent_tiles[tiled(at, c, x.v)] = cotangent[c];
       to.top[at] = x.top[row];
@@ -220,7 +220,10 @@ static void backward_part(const Backward& x, int64_t b, int64_t kv, int64_t part
   if (!x.sinks && x.soft_cap == 0)
     find_common(static_cast<const T*>(x.key) + key.offset(b, 0, kv), key, seen, x.s, x.h, queries.key_common);
   find_common(static_cast<const T*>(x.value) + value.offset(b, 0, kv), value, seen, x.s, x.v, queries.value_common);
-  copy_queries<T>(x, b, kv, part, queries);
+  if (x.wide)
+    copy_queries<T, float>(x, b, kv, part, queries);
+  else
+    copy_queries<T, T>(x, b, kv, part, queries);
   float* memory = queries.value_common + x.v;
   KeyPanel panel{};
   panel.key = memory;

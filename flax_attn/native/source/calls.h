@@ -14,7 +14,7 @@ enum class Type { float32, bfloat16, float16 };
 
 struct Attention {
   int64_t b, t, s, n, k, h, v;
-  Type type;         // of query, key, value, output and their gradients
+  Type type;         // of query, key, value and their gradients
   bool heads_first;  // key and value are (b, k, s, h) instead of (b, s, k, h)
   float scale;
   float soft_cap;  // 0 is none
@@ -32,13 +32,16 @@ struct Forward : Attention {
   float *top, *total;  // (b, n, t): the largest score, and the sum of exp2(x - top); the sum is NaN where the row is
   bool few;            // read keys and values where they are
   bool differentiated;  // the scores are computed again by `backward`, in its order
+  bool wide;  // the output is float32, whatever the type; not with `few`
 };
 
+// With a delta of outputs that are rounded, the gradients of the scores of a row do not add up to 0.
 struct Backward : Attention {
   const void *output, *cotangent;  // (b, t, n, v)
   const float *top, *total;
   void *d_query, *d_key, *d_value;  // tokens first
   float* delta;                     // (b, n, t): the sum of cotangent * output
+  bool wide;                        // the output is float32, whatever the type
 };
 
 // result (m, d_out) = x (m, d_in) @ matrix

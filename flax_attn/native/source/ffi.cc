@@ -132,8 +132,10 @@ ffi::Error forward(ffi::ThreadPool threads, ffi::RemainingArgs arguments,
               total = border.result("total");
   Forward call{sizes_of(x, options)};
   check_attention(border, x, call);
-  border.require(output.is(x.query.type, x.batch(), {call.t, call.n, call.v}),
-                 "output must have the dtype of query, and be (..., b, t, n, v)");
+  const bool wide = !options.few && output.type == DataType::F32;
+  border.require(output.is(wide ? DataType::F32 : x.query.type, x.batch(), {call.t, call.n, call.v}),
+                 "output must have the dtype of query, or be float32 unless few, and be (..., b, t, "
+                 "n, v)");
   border.require(top.is(DataType::F32, x.batch(), {call.n, call.t}),
                  "top must be float32, and (..., b, n, t)");
   if (!border.require(total.is(DataType::F32, x.batch(), {call.n, call.t}),
@@ -142,7 +144,7 @@ ffi::Error forward(ffi::ThreadPool threads, ffi::RemainingArgs arguments,
   if (call.b == 0) return ffi::Error::Success();
   point_to(x, call);
   call.output = output.data<void>(), call.top = top.data<float>(), call.total = total.data<float>();
-  call.few = options.few, call.differentiated = options.differentiated;
+  call.few = options.few, call.differentiated = options.differentiated, call.wide = wide;
   XlaPool pool(threads);
   chosen.load()->forward(call, pool);
   return ffi::Error::Success();
@@ -162,9 +164,11 @@ ffi::Error backward(ffi::ThreadPool threads, ffi::RemainingArgs arguments,
   check_attention(border, x, call);
   const DataType type = x.query.type;
   const Sizes batch = x.batch();
-  for (const Given& one : {output, cotangent})
-    border.require(one.is(type, batch, {call.t, call.n, call.v}),
-                   "output and cotangent must have the dtype of query, and be (..., b, t, n, v)");
+  const bool wide = output.type == DataType::F32;
+  border.require(output.is(wide ? DataType::F32 : type, batch, {call.t, call.n, call.v}),
+                 "output must have the dtype of query, or be float32, and be (..., b, t, n, v)");
+  border.require(cotangent.is(type, batch, {call.t, call.n, call.v}),
+                 "cotangent must have the dtype of query, and be (..., b, t, n, v)");
   for (const Given& one : {top, total, delta})
     border.require(one.is(DataType::F32, batch, {call.n, call.t}),
                    "top, total and delta must be float32, and (..., b, n, t)");
@@ -176,7 +180,7 @@ ffi::Error backward(ffi::ThreadPool threads, ffi::RemainingArgs arguments,
     return border.error();
   if (call.b == 0) return ffi::Error::Success();
   point_to(x, call);
-  call.output = output.data<void>(), call.cotangent = cotangent.data<void>();
+  call.output = output.data<void>(), call.cotangent = cotangent.data<void>(), call.wide = wide;
   call.top = top.data<float>(), call.total = total.data<float>(), call.delta = delta.data<float>();
   call.d_query = d_query.data<void>(), call.d_key = d_key.data<void>(),
   call.d_value = d_value.data<void>();

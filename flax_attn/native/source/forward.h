@@ -174,18 +174,23 @@ static void finish_panel(const Forward& x, int64_t b, int64_t head, int64_t firs
   const int64_t row = (b * x.n + head) * x.t + first;
   std::copy_n(lanes[0], count, x.top + row);
   std::copy_n(lanes[1], count, x.total + row);
-  T* output = static_cast<T*>(x.output);
   Vector check[2] = {};  // 0 * x is 0 or NaN
-  for (int64_t c = 0; c < x.v; c += WIDTH)
-    for (int64_t half = 0; half * WIDTH < count; ++half) {
-      Vector block[WIDTH];
-      for (int64_t i = 0; i < WIDTH; ++i)
-        block[i] = c + i < x.v ? load(panel.output + (c + i) * LANES + half * WIDTH) * share[half] : Vector{};
-      for (const Vector& column : block) check[half] += column * 0.0f;
-      transpose(block);
-      for (int64_t i = 0; i < std::min<int64_t>(WIDTH, count - half * WIDTH); ++i)
-        write(output + layout.offset(b, first + half * WIDTH + i, head) + c, block[i], x.v - c);
-    }
+  const auto put = [&](auto* output) {
+    for (int64_t c = 0; c < x.v; c += WIDTH)
+      for (int64_t half = 0; half * WIDTH < count; ++half) {
+        Vector block[WIDTH];
+        for (int64_t i = 0; i < WIDTH; ++i)
+          block[i] = c + i < x.v ? load(panel.output + (c + i) * LANES + half * WIDTH) * share[half] : Vector{};
+        for (const Vector& column : block) check[half] += column * 0.0f;
+        transpose(block);
+        for (int64_t i = 0; i < std::min<int64_t>(WIDTH, count - half * WIDTH); ++i)
+          write(output + layout.offset(b, first + half * WIDTH + i, head) + c, block[i], x.v - c);
+      }
+  };
+  if (x.wide)
+    put(static_cast<float*>(x.output));
+  else
+    put(static_cast<T*>(x.output));
   for (int64_t i = 0; i < count; ++i) {
     const float sum = lanes[1][i];
     if (sum == sum && !(check[i / WIDTH][i % WIDTH] == 0)) sum_again<T>(x, b, head, first + i, lanes[0][i], sum);

@@ -22,6 +22,12 @@ static void sum_again(const Forward& x, int64_t b, int64_t head, int64_t i, floa
     const double weight = std::exp2(score - top) / total;
     for (int64_t c = 0; c < x.v; ++c) sums[c] += weight * read(value + c);
   }
-  T* output = static_cast<T*>(x.output) + tokens_first(x.t, x.n, x.v).offset(b, i, head);
-  for (int64_t c = 0; c < x.v; ++c) write(output + c, static_cast<float>(sums[c]));
+  const int64_t place = tokens_first(x.t, x.n, x.v).offset(b, i, head);
+  for (int64_t c = 0; c < x.v; ++c) {
+    const float number = static_cast<float>(sums[c]);
+    if (x.wide)
+      write(static_cast<float*>(x.output) + place + c, number);
+    else
+      write(static_cast<T*>(x.output) + place + c, number);
+  }
 }

@@ -36,7 +36,7 @@ class Compiled:
 
     def _program(self) -> Any:
         # The device may have changed since the last run.
-        return self._on_cpu if _runs_on_cpu() else self._anywhere
+        return self._on_cpu if runs_on_cpu() else self._anywhere
 
 
 def compiled(function: Callable, **options: Any) -> Compiled:
@@ -49,7 +49,14 @@ def optimized(function: Callable, **options: Any) -> Callable:
     return jax.jit(function, compiler_options=_AS_USERS_HAVE_IT, **options)
 
 
-def _runs_on_cpu() -> bool:
+def runs_on_cpu() -> bool:
+    """Return whether JAX computes on a CPU where no other device is named.
+
+    Example:
+        >>> with jax.default_device(jax.devices("cpu")[0]):
+        ...     runs_on_cpu()
+        True
+    """
     device = jax.config.values["jax_default_device"]
     return device is None or device.platform == "cpu"
 

@@ -1,10 +1,11 @@
 """A JAX program in which the sums of JAX itself are rounded once, much as PyTorch's are.
 
-`jnp.sum` adds up half precision in float32, and so does a product of matrices. Two sums do not, and
-round at every step: the one that JAX makes of a broadcast when it differentiates it, such as that
-of a bias over all tokens, and that of the windows of a pool. In float32 every sum does, and that of
-the gradient of a convolution, where PyTorch adds up in pairs. No port can write these otherwise. A
-sum in half precision that a program itself asks for is left as it is.
+`jnp.sum` adds up half precision in float32, and so does a product of matrices. Three sums do not,
+and round at every step: those that JAX makes of a broadcast and of a lookup when it differentiates
+them, such as that of a bias over all tokens, and that of the windows of a pool. In float32 every
+sum does, and that of the gradient of a convolution, where PyTorch adds up in pairs, and so does a
+product of XLA on a CPU: one of inner width 512 errs twice as much as that of MKL. No port can write
+these otherwise. A sum in half precision that a program itself asks for is left as it is.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from functools import partial
 from typing import Any
 
 import jax
+from jax.lax import DotAlgorithm, DotAlgorithmPreset
 
+from flax_attn.parity.adapters.quick_jit import runs_on_cpu
 from flax_attn.parity.jaxprs import bind, called, interpreted
 
 # Operations that hold programs; kernels, which do too, are left as they are.
@@ -57,13 +60,23 @@ def _result(eqn: Any, values: list[Any], backward: bool) -> Sequence[Any]:
     changes: dict[str, Any] = {}
     if eqn.primitive.name in _LOOPS:
         changes = {name: _rewritten(value, inside) for name, value in eqn.params.items()}
-    wider = _WIDER.get(str(eqn.outvars[0].aval.dtype)) if _is_own_sum(eqn, inside) else None
-    if not wider:
+    own = str(eqn.outvars[0].aval.dtype)
+    if own not in _WIDER or not _is_own_sum(eqn, inside):
         return bind(eqn, values, **changes)
+    wider = jax.numpy.dtype(_WIDER[own])
     if "preferred_element_type" in eqn.params:
-        changes = {"preferred_element_type": None}
-    (found,) = bind(eqn, [value.astype(wider) for value in values], **changes)
-    return [found.astype(eqn.outvars[0].aval.dtype)]
+        changes = {"preferred_element_type": wider}
+    elif eqn.primitive.name == "scatter-add":
+        changes = {"update_jaxpr": _addition(wider), "update_consts": ()}
+    # The indices of a lookup are left as they are.
+    operands = [value.astype(wider) if value.dtype == own else value for value in values]
+    (found,) = bind(eqn, operands, **changes)
+    return [found.astype(own)]
+
+
+def _addition(dtype: Any) -> Any:
+    number = jax.ShapeDtypeStruct((), dtype)
+    return jax.make_jaxpr(jax.lax.add)(number, number).jaxpr
 
 
 def _in_backward_pass(eqn: Any, backward: bool) -> bool:
@@ -73,12 +86,24 @@ def _in_backward_pass(eqn: Any, backward: bool) -> bool:
 
 
 def _is_own_sum(eqn: Any, backward: bool) -> bool:
+    name = eqn.primitive.name
     single = eqn.outvars[0].aval.dtype == "float32"
-    if eqn.primitive.name == "reduce_sum":
+    if name == "reduce_sum":
         return backward or single
-    if eqn.primitive.name == "conv_general_dilated":
+    if name == "scatter-add":
+        return backward
+    if name == "conv_general_dilated":
         return backward and single
-    return eqn.primitive.name == "reduce_window_sum"
+    if name == "dot_general":
+        return _is_plain_product(eqn)
+    return name == "reduce_window_sum"
+
+
+def _is_plain_product(eqn: Any) -> bool:
+    """Return whether a product is one of XLA's own in float32, on a CPU."""
+    chosen = isinstance(eqn.params["precision"], DotAlgorithm | DotAlgorithmPreset)
+    dtypes = {str(variable.aval.dtype) for variable in [*eqn.invars, *eqn.outvars]}
+    return dtypes == {"float32"} and not chosen and runs_on_cpu()
 
 
 def _rewritten(value: Any, backward: bool) -> Any:
