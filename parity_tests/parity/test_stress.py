@@ -163,50 +163,6 @@ def test_a_gradient_that_rounding_makes_is_allowed():
     assert error > 1e-4
 
 
-def attend_causally(q, k, v, hidden):
-    """Attention in PyTorch, whose hidden scores are given."""
-    later = torch.ones(T, T, dtype=torch.bool).triu(1)
-    scores = (q @ k.mT).masked_fill(later, hidden)
-    return torch.softmax(scores, dim=-1) @ v
-
-
-def attend_causally_in_jax(q, k, v, hidden):
-    scores = jnp.where(jnp.triu(jnp.ones((T, T), bool), 1), hidden, q @ k.mT)
-    return jax.nn.softmax(scores) @ v
-
-
-class Causal(nnx.Module):
-    """Attention behind a norm, so that no input makes its scores large."""
-
-    def __init__(self, hidden):
-        self.hidden = hidden
-        self.qkv = nnx.Linear(D, 3 * D, rngs=nnx.Rngs(0))
-
-    def __call__(self, x):
-        qkv = self.qkv(normed_in_two_passes(x))
-        return attend_causally_in_jax(*jnp.split(qkv, 3, axis=-1), self.hidden)
-
-
-class TorchCausal(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.qkv = torch.nn.Linear(D, 3 * D)
-
-    def forward(self, x):
-        return attend_causally(*self.qkv(normed(x)).chunk(3, dim=-1), -torch.inf)
-
-
-@pytest.mark.parametrize("hidden", [-1e4, -1e9])
-def test_a_large_number_for_minus_infinity_is_seen_behind_a_norm(hidden):
-    checks = ["forward", "huge scores"]
-    options = {"layout": "torch", "checks": checks, "locate": False}
-    with jax.numpy_dtype_promotion("standard"):
-        sound = compare(Causal(-jnp.inf), TorchCausal(), [(B, T, D)], **options)
-        assert sound.passed, sound.explain()
-        report = compare(Causal(hidden), TorchCausal(), [(B, T, D)], **options)
-    assert [check.name for check in report.failed] == ["huge scores"]
-
-
 class Packed(nnx.Module):
     """A packed bias of which the function feels one half."""
 
