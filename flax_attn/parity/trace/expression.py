@@ -416,6 +416,14 @@ def _sum(node: Node, x: list[Expression]) -> Expression:
     return scaled(factor, Expression("sum_over", (inner,), (sizes,), node), node)
 
 
+def _vector_norm(node: Node, x: list[Expression]) -> Expression:
+    if node.parameters.get("ord", 2) != 2 or "axes" not in node.parameters:
+        return _contained(node, x)
+    squares = product([(x[0], 2.0)])
+    summed = Expression("sum_over", (squares,), (_sizes(node, node.parameters["axes"]),), node)
+    return product([(summed, 0.5)], node)
+
+
 def _mean(node: Node, x: list[Expression]) -> Expression:
     sizes = _sizes(node, node.parameters["axes"])
     return scaled(1 / np.prod(sizes), _sum(node, x), node)
@@ -567,6 +575,7 @@ RULES: dict[str, Rule] = {
     "pow": _pow,
     "sum": _sum,
     "mean": _mean,
+    "linalg_vector_norm": _vector_norm,
     "amax": _amax,
     "max": _max,
     "erf": _erf,

@@ -34,6 +34,9 @@ COMPARED = 24
 # The depth of values that both have and JAX or PyTorch computes with: those of PyTorch are tried
 # after those of one side.
 FLAX_SHARED, TORCH_SHARED = 1, 4
+# The most operations of PyTorch that JAX lacks after such a value: after more, what follows may
+# agree by chance, as the norms of two layers that take the same value.
+LACKED = 3
 # The operations that are followed to a value in the layout of a node.
 ELEMENTWISE = 8
 # Values that agree after a replacement by chance are fewer.
@@ -178,6 +181,8 @@ def _candidates(
             if flax.value.size != torch.value.size:
                 continue
             if not _may_lack(flax, torch, both, leaves, quantities):
+                continue
+            if flax in both and depths[torch] > LACKED:
                 continue
             # What makes a mask or a table is no value of the run.
             if (flax in alignment.flax.varying) != (torch in alignment.torch.varying):
