@@ -1,0 +1,39 @@
+"""What happens at a place of a target: a call goes to its replacement, or on to the original."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any
+
+from flax_attn.everywhere import report
+from flax_attn.everywhere.context import in_use
+from flax_attn.everywhere.target import LeftAlone, Place
+
+# Name of the place whose replacement runs.
+PLACE: ContextVar[str] = ContextVar("place", default="flax_attn.adapters")
+
+
+def dispatch(target: str, place: Place, original: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Return what the replacement of a place returns, or the original where it takes no such call.
+
+    Raises:
+        ValueError: if a call is left alone under `strict=True`.
+    """
+    settings = in_use()
+    if target not in settings.targets:
+        return original(*args, **kwargs)
+    token = PLACE.set(place.name)
+    try:
+        return place.replacement(original, *args, **kwargs)
+    except LeftAlone as found:
+        reason = str(found)
+    finally:
+        PLACE.reset(token)
+    if settings.strict:
+        raise ValueError(
+            f"{place.name} is left alone: {reason}. Change the call, leave {target!r} out of the"
+            " targets, or pass strict=False, under which the original runs"
+        )
+    report.add(report.Entry(report.user_place(), place.name, reason=reason))
+    return original(*args, **kwargs)
