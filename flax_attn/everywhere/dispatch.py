@@ -12,6 +12,8 @@ from flax_attn.everywhere.target import LeftAlone, Place
 
 # Name of the place whose replacement runs.
 PLACE: ContextVar[str] = ContextVar("place", default="flax_attn.adapters")
+# Targets whose original runs: its parts are no calls of their own.
+_ORIGINALS: ContextVar[frozenset[str]] = ContextVar("originals", default=frozenset())
 
 
 def dispatch(target: str, place: Place, original: Callable, *args: Any, **kwargs: Any) -> Any:
@@ -21,7 +23,7 @@ def dispatch(target: str, place: Place, original: Callable, *args: Any, **kwargs
         ValueError: if a call is left alone under `strict=True`.
     """
     settings = in_use()
-    if target not in settings.targets:
+    if target not in settings.targets or target in _ORIGINALS.get():
         return original(*args, **kwargs)
     token = PLACE.set(place.name)
     try:
@@ -36,4 +38,8 @@ def dispatch(target: str, place: Place, original: Callable, *args: Any, **kwargs
             " targets, or pass strict=False, under which the original runs"
         )
     report.add(report.Entry(report.user_place(), place.name, reason=reason))
-    return original(*args, **kwargs)
+    token = _ORIGINALS.set(_ORIGINALS.get() | {target})
+    try:
+        return original(*args, **kwargs)
+    finally:
+        _ORIGINALS.reset(token)

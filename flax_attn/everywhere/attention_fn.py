@@ -1,0 +1,21 @@
+"""Attention functions that a module was given by its user."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from flax_attn.everywhere import report
+from flax_attn.everywhere.dispatch import PLACE
+
+
+def note(function: Any) -> None:
+    """Count a function that is neither Flax's nor ours: what it calls is counted by itself."""
+    while isinstance(function, partial) or hasattr(function, "__wrapped__"):
+        function = getattr(function, "func", None) or function.__wrapped__
+    package = (getattr(function, "__module__", None) or "").partition(".")[0]
+    if package in ("flax", "flax_attn"):
+        return
+    name = getattr(function, "__qualname__", type(function).__name__)
+    reason = f"attention_fn={name} is not Flax's; pass attention_fn=flax_attn.adapters.flax"
+    report.add(report.Entry(report.user_place(), PLACE.get(), reason=reason))
