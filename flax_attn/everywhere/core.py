@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -42,6 +43,12 @@ def refusals() -> Iterator[None]:
         yield
     except (ValueError, TypeError) as error:
         raise LeftAlone(str(error)) from error
+
+
+def arguments(original: Callable, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """Return the arguments of a call by their names in the original, which refuses wrong ones."""
+    with refusals():
+        return inspect.signature(original).bind(*args, **kwargs).arguments
 
 
 def attend(

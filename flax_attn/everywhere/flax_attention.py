@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+from flax import nnx
+from flax.nnx.nn.dtypes import promote_dtype
 from jaxtyping import Array
 
 from flax_attn.everywhere.core import SharedDropout, attend, refusals
@@ -39,64 +44,58 @@ class Flat:
         return x.reshape(*self.batch, *x.shape[-3:])
 
 
-def dropout_of(
-    rate: float, key: Any, *, deterministic: bool, broadcast: bool
-) -> KeyedDropout | None:
-    """Return dropout with the distribution of Flax's, which drops other weights for the same key.
-
-    With `broadcast` one choice serves all rows of the batch and all heads.
-    """
-    if deterministic or rate == 0:
-        return None
-    return (SharedDropout if broadcast else KeyedDropout)(rate, key)
-
-
 def flax_attention(
     query: Array,
     key: Array,
     value: Array,
     bias: Array | None = None,
     mask: Array | None = None,
+    broadcast_dropout: bool = True,
+    dropout_rng: Array | None = None,
+    dropout_rate: float = 0.0,
+    deterministic: bool = False,
+    dtype: Any = None,
+    precision: jax.lax.PrecisionLike = None,
+    module: Any = None,
     *,
+    promote_dtype: Callable = promote_dtype,
+    force_fp32_for_softmax: bool = False,
     is_causal: bool = False,
-    dropout: KeyedDropout | None = None,
-    precision: Any = None,
-    sow: Any = None,
 ) -> Array:
-    """Return attention of arrays `[batch..., tokens, heads, width]` of one dtype.
+    """Return what the attention functions of Flax return for these arguments of theirs.
 
-    Args:
-        query: queries.
-        key: keys, whose heads divide those of the queries.
-        value: values.
-        bias: bias on the scores, broadcasting to `[batch..., heads, queries, keys]`.
-        mask: mask that broadcasts likewise; a number that is not 0 is `True`.
-        is_causal: whether query i sees the keys up to i alone.
-        dropout: dropout of the weights.
-        precision: precision of the products.
-        sow: function that is given the weights before dropout, or None.
+    The softmax is in float32 at least, and in float64 for float64. Dropout has the distribution of
+    Flax's and drops other weights for the same key.
 
     Raises:
         LeftAlone: if the call is refused, before any work.
     """
-    words = asked_for(
-        query, key, bias=bias, mask=mask, causal=is_causal, dropout=dropout, weights=sow
-    )
+    query, key, value = promote_dtype((query, key, value), dtype=dtype)
+    if force_fp32_for_softmax:
+        # Its weights are in float32, and so is what they make of the values.
+        widest = jnp.promote_types(query.dtype, jnp.float32)
+        query, key, value = (x.astype(widest) for x in (query, key, value))
     with refusals():
+        dropout = None
+        if dropout_rate != 0 and not deterministic:
+            kind = SharedDropout if broadcast_dropout else KeyedDropout
+            dropout = kind(dropout_rate, dropout_rng)
         flat = _flat(query, key, value)
-        query, key, value, bias, mask = (flat.of(x) for x in (query, key, value, bias, mask))
-        hidden = Mask() if mask is None else Mask.dense(jnp.asarray(mask).astype(bool))
+        hidden = None if mask is None else Mask.dense(flat.of(jnp.asarray(mask).astype(bool)))
         if is_causal:
-            hidden = hidden & Mask.causal(0)
-    call = {"mask": hidden, "precision": precision}
-    found = None
-    if dropout is None or sow is not None:
-        weighed = sow is not None
-        found = attend(query, key, value, bias, asked=words, return_weights=weighed, **call)
-    if sow is not None:
-        sow(flat.back(found.weights))
+            hidden = Mask.causal(0) if hidden is None else hidden & Mask.causal(0)
+    options = {"bias": bias, "mask": mask, "causal": is_causal, "dropout": dropout}
+    words = asked_for(query, key, weights=module, **options)
+    arrays = [flat.of(x) for x in (query, key, value, bias)]
+    call = partial(attend, *arrays, hidden, precision=precision, asked=words)
+    if module is None:
+        return flat.back(call(dropout=dropout).output)
+    # The weights that a module keeps are those before dropout.
+    found = call(return_weights=True)
+    kind = nnx.Intermediate if isinstance(module, nnx.Module) else "intermediates"
+    module.sow(kind, "attention_weights", flat.back(found.weights))
     if dropout is not None:
-        found = attend(query, key, value, bias, asked=words, dropout=dropout, **call)
+        found = call(dropout=dropout)
     return flat.back(found.output)
 
 

@@ -3,61 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array
 
 from flax_attn.everywhere.attention_fn import note
-from flax_attn.everywhere.core import refusals
-from flax_attn.everywhere.flax_attention import dropout_of, flax_attention
+from flax_attn.everywhere.core import arguments
+from flax_attn.everywhere.flax_attention import flax_attention
 from flax_attn.everywhere.target import LeftAlone, Place, Target
 
+_PRODUCTS = "einsum_dot_general", "qk_attn_weights_einsum", "attn_weights_value_einsum"
 
-def dot_product_attention(
-    original: Callable,
-    query: Array,
-    key: Array,
-    value: Array,
-    bias: Array | None = None,
-    mask: Array | None = None,
-    broadcast_dropout: bool = True,
-    dropout_rng: Array | None = None,
-    dropout_rate: float = 0.0,
-    deterministic: bool = False,
-    dtype: Any = None,
-    precision: Any = None,
-    module: Any = None,
-    force_fp32_for_softmax: bool = False,
-    einsum_dot_general: Callable | None = None,
-    qk_attn_weights_einsum: Callable | None = None,
-    attn_weights_value_einsum: Callable | None = None,
-) -> Array:
+
+def dot_product_attention(original: Callable, *args: Any, **kwargs: Any) -> Array:
     """Return what `linen.dot_product_attention` returns.
 
     Its softmax is in the dtype of the inputs, also in bfloat16; here it is in float32 at least.
     """
-    from flax.linen.dtypes import promote_dtype
-
-    if einsum_dot_general or qk_attn_weights_einsum or attn_weights_value_einsum:
-        raise LeftAlone("its products are computed by an einsum or a dot_general of the caller")
-    query, key, value = promote_dtype(query, key, value, dtype=dtype)
-    if query.shape[-2:-1] != key.shape[-2:-1]:
+    call = arguments(original, *args, **kwargs)
+    own = [name for name in _PRODUCTS if call.pop(name, None) is not None]
+    if own:
+        raise LeftAlone(f"its products are computed by {' and '.join(own)} of the caller")
+    if jnp.shape(call["query"])[-2:-1] != jnp.shape(call["key"])[-2:-1]:
         raise LeftAlone("query and key have different numbers of heads, which Linen refuses")
-    if force_fp32_for_softmax:
-        # Its weights are in float32, and so is what they make of the values.
-        widest = jnp.promote_types(query.dtype, jnp.float32)
-        query, key, value = (x.astype(widest) for x in (query, key, value))
-    with refusals():
-        dropout = dropout_of(
-            dropout_rate, dropout_rng, deterministic=deterministic, broadcast=broadcast_dropout
-        )
-    sow = None
-    if module is not None:
-        sow = partial(module.sow, "intermediates", "attention_weights")
-    call = {"dropout": dropout, "precision": precision, "sow": sow}
-    return flax_attention(query, key, value, bias, mask, **call)
+    return flax_attention(**call)
 
 
 def dot_product_attention_weights(original: Callable, *args: Any, **kwargs: Any) -> Array:

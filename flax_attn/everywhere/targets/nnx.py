@@ -3,52 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from jaxtyping import Array
 
 from flax_attn.everywhere.attention_fn import note
-from flax_attn.everywhere.core import refusals
-from flax_attn.everywhere.flax_attention import dropout_of, flax_attention
+from flax_attn.everywhere.core import arguments
+from flax_attn.everywhere.flax_attention import flax_attention
 from flax_attn.everywhere.target import LeftAlone, Place, Target
 
 
-def dot_product_attention(
-    original: Callable,
-    query: Array,
-    key: Array,
-    value: Array,
-    bias: Array | None = None,
-    mask: Array | None = None,
-    broadcast_dropout: bool = True,
-    dropout_rng: Array | None = None,
-    dropout_rate: float = 0.0,
-    deterministic: bool = False,
-    dtype: Any = None,
-    precision: Any = None,
-    module: Any = None,
-    promote_dtype: Callable | None = None,
-    is_causal: bool = False,
-) -> Array:
+def dot_product_attention(original: Callable, *args: Any, **kwargs: Any) -> Array:
     """Return what `nnx.dot_product_attention` returns.
 
-    Without dropout and weights the original calls `jax.nn.dot_product_attention`, without the
-    precision, and so does not heed it; here it is heeded.
+    The original does not heed the precision where there is neither dropout nor a module; here it is
+    heeded.
     """
-    from flax import nnx
-
-    promote = promote_dtype or nnx.nn.dtypes.promote_dtype
-    query, key, value = promote((query, key, value), dtype=dtype)
-    with refusals():
-        dropout = dropout_of(
-            dropout_rate, dropout_rng, deterministic=deterministic, broadcast=broadcast_dropout
-        )
-    sow = None
-    if module is not None:
-        sow = partial(module.sow, nnx.Intermediate, "attention_weights")
-    call = {"is_causal": is_causal, "dropout": dropout, "precision": precision, "sow": sow}
-    return flax_attention(query, key, value, bias, mask, **call)
+    return flax_attention(**arguments(original, *args, **kwargs))
 
 
 def dot_product_attention_weights(original: Callable, *args: Any, **kwargs: Any) -> Array:
