@@ -47,14 +47,15 @@ def redirect(function: FunctionType, hook: Callable[..., Any]) -> Redirection:
 
 
 def plain_function(value: Any) -> FunctionType:
-    """Return the function of Python in a wrapper of a method, or raise `TypeError`."""
+    """Return the function of Python inside all wrappers of a method, or raise `TypeError`."""
     names = ("method", "__func__", "__wrapped__")
     while not isinstance(value, FunctionType):
         inner = [vars(value)[name] for name in names if name in getattr(value, "__dict__", ())]
         if not inner:
             raise TypeError(f"no function of Python, whose code can be changed; got {value!r}")
         value = inner[0]
-    return value
+    # Haiku's wrapper opens the scope that names what is made inside.
+    return inspect.unwrap(value)
 
 
 def _copy(function: FunctionType) -> FunctionType:

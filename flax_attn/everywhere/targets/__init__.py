@@ -6,7 +6,7 @@ from importlib import import_module
 from attn_spec.checks import check_choice
 from flax_attn.everywhere.target import Target
 
-NAMES = ("jax.nn", "nnx", "linen")
+NAMES = ("jax.nn", "nnx", "linen", "keras", "equinox", "haiku")
 
 
 @cache
