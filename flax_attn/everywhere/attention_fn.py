@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from flax_attn.everywhere import report
+from flax_attn.everywhere import reports
 from flax_attn.everywhere.dispatch import PLACE
 
 
@@ -18,4 +18,4 @@ def note(function: Any) -> None:
         return
     name = getattr(function, "__qualname__", type(function).__name__)
     reason = f"attention_fn={name} is not Flax's; pass attention_fn=flax_attn.adapters.flax"
-    report.add(report.Entry(report.user_place(), PLACE.get(), reason=reason))
+    reports.add(reports.Entry(reports.user_place(), PLACE.get(), reason=reason))

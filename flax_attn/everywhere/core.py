@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
 from flax_attn.attention import attend as attend_here
-from flax_attn.everywhere import report
+from flax_attn.everywhere import reports
 from flax_attn.everywhere.dispatch import PLACE
 from flax_attn.everywhere.target import LeftAlone
 from flax_attn.functional.cache_base import Cache
@@ -88,15 +88,15 @@ def attend(
     outputs = attend_here(query, key, value, bias, mask, **options)
     shape = f"q{list(query.shape)} k{list(key.shape)} {query.dtype}"
     memory = found.memory
-    entry = report.Entry(
-        report.user_place(),
+    entry = reports.Entry(
+        reports.user_place(),
         PLACE.get(),
         f"{shape}, {asked}" if asked else shape,
         found.backend,
         memory["reference"],
         memory[found.backend or "reference"],
     )
-    report.add(entry)
+    reports.add(entry)
     return _with_means(outputs, query, value, mask)
 
 

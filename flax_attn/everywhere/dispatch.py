@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
-from flax_attn.everywhere import report
+from flax_attn.everywhere import reports
 from flax_attn.everywhere.context import in_use
 from flax_attn.everywhere.target import LeftAlone, Place
 
@@ -37,7 +37,7 @@ def dispatch(target: str, place: Place, original: Callable, *args: Any, **kwargs
             f"{place.name} is left alone: {reason}. Change the call, leave {target!r} out of the"
             " targets, or pass strict=False, under which the original runs"
         )
-    report.add(report.Entry(report.user_place(), place.name, reason=reason))
+    reports.add(reports.Entry(reports.user_place(), place.name, reason=reason))
     token = _ORIGINALS.set(_ORIGINALS.get() | {target})
     try:
         return original(*args, **kwargs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Sequence
 from functools import partial, reduce
 from importlib.abc import Loader, MetaPathFinder
 from importlib.util import find_spec
@@ -14,21 +15,23 @@ from typing import Any
 from flax_attn.everywhere.dispatch import dispatch
 from flax_attn.everywhere.redirect import Redirection, plain_function, redirect
 from flax_attn.everywhere.target import Place, Target
-from flax_attn.everywhere.targets import NAMES, load
 
 
 class Installation:
     """Which places are redirected now. One serves all blocks of all threads: it counts them.
 
     A target that is imported while it is in use is redirected as soon as it is there.
+
+    Args:
+        targets: targets whose places are redirected.
     """
 
-    def __init__(self):
+    def __init__(self, targets: Sequence[Target]):
         self._lock = RLock()
         self._users = 0
         self._redirections: dict[Place, Redirection] = {}
-        self._targets = [load(name) for name in NAMES]
-        modules = {place.module for target in self._targets for place in target.places}
+        self._targets = targets
+        modules = {place.module for target in targets for place in target.places}
         self._hook = _Hook(self, modules)
         self._warned: set[str] = set()
 

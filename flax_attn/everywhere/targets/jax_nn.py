@@ -66,7 +66,7 @@ def dot_product_attention(
     if "query" not in lengths:
         return output
     # Padding is zero, where a row that sees no key is a mean.
-    real = jnp.arange(query.shape[-3]) < lengths["query"][:, None]
+    real = jnp.arange(query.shape[-3], dtype=jnp.int32)[None] < lengths["query"][:, None]
     return jnp.where(real.reshape(*output.shape[:-2], 1, 1), output, 0)
 
 
