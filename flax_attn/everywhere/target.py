@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import metadata
 from importlib.util import find_spec
 from typing import Any
 
@@ -50,12 +51,14 @@ class Target:
         package: name by which it is imported.
         versions: versions whose places are known, as in a requirement: `">=0.11,<0.14"`.
         places: where it computes attention.
+        distribution: its name on PyPI; empty where it is `package`.
     """
 
     name: str
     package: str
     versions: str
     places: tuple[Place, ...]
+    distribution: str = ""
 
     @property
     def installed(self) -> bool:
@@ -64,6 +67,9 @@ class Target:
 
     def unknown_version(self) -> str | None:
         """Return the version of the imported package if its places are not known, else None."""
-        version = sys.modules[self.package].__version__
+        # A package that is being imported may have said no version yet.
+        version = getattr(sys.modules[self.package], "__version__", None)
+        if version is None:
+            version = metadata.version(self.distribution or self.package)
         known = SpecifierSet(self.versions).contains(version, prereleases=True)
         return None if known else version

@@ -9,25 +9,13 @@ import numpy as np
 
 from flax_attn import everywhere
 from flax_attn.parity import tolerance
-
-
-def numbers(run: Callable, arguments: Any) -> tuple[dict, dict]:
-    """Return outputs by name, and gradients under a random cotangent by that of their argument."""
-    outputs, pullback = jax.vjp(run, *arguments)
-    rng = np.random.default_rng(5)
-    cotangent = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), outputs)
-    return _by_name(outputs), _by_name(pullback(cotangent))
-
-
-def _by_name(tree: Any) -> dict[str, np.ndarray]:
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {jax.tree_util.keystr(path): np.asarray(leaf, np.float64) for path, leaf in leaves}
+from tests.everywhere.conftest import assert_equal, with_gradients
 
 
 def taken(run: Callable, arguments: Any, target: str, calls: int = 1) -> tuple[dict, dict]:
-    """Return `numbers` with all calls computed here, of which there are so many."""
+    """Return `with_gradients` with all calls computed here, of which there are so many."""
     with everywhere(targets=[target], strict=True) as report:
-        found = numbers(run, arguments)
+        found = with_gradients(run, *arguments)
     assert not report.left_alone, report
     assert sum(report.taken.values()) == calls, report
     return found
@@ -35,13 +23,8 @@ def taken(run: Callable, arguments: Any, target: str, calls: int = 1) -> tuple[d
 
 def check_same(run: Callable, arguments: Any, target: str, calls: int = 1) -> None:
     """Compare a function that is clean in float64 with itself, computed here."""
-    outputs, gradients = numbers(run, arguments)
-    found = taken(run, arguments, target, calls)
-    errors = tolerance.relative(found[0], outputs)
-    assert max(errors.values()) <= tolerance.FORWARD, errors
-    largest = max(np.abs(gradient).max() for gradient in gradients.values())
-    errors = tolerance.relative(found[1], gradients, tolerance.NULL * largest / tolerance.GRADIENT)
-    assert max(errors.values()) <= tolerance.GRADIENT, errors
+    expected = with_gradients(run, *arguments)
+    assert_equal(taken(run, arguments, target, calls), expected)
 
 
 def check_low(run: Callable, exact: Callable, arguments: Any, target: str) -> None:
@@ -54,15 +37,20 @@ def check_low(run: Callable, exact: Callable, arguments: Any, target: str) -> No
         target: name of the target.
     """
     wide = jax.tree.map(lambda x: x.astype(jnp.float64), arguments)
-    references = numbers(exact, wide)
-    plain = numbers(run, arguments)
+    references = with_gradients(exact, *wide)
+    plain = with_gradients(run, *arguments)
     ours = taken(run, arguments, target)
     dtype = jax.tree.leaves(arguments)[0].dtype
     eps = float(jnp.finfo(dtype).eps)
     factors = tolerance.LOW_FORWARD, tolerance.LOW_GRADIENT
     for found, original, reference, factor in zip(ours, plain, references, factors, strict=True):
+        found, original = _in_float64(found), _in_float64(original)
         errors = tolerance.lower_dtype(found, [original], reference, factor, eps)
         assert max(errors.values()) <= 1, errors
+
+
+def _in_float64(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return {name: array.astype(np.float64) for name, array in arrays.items()}
 
 
 def left_alone(run: Callable, target: str) -> list[str]:

@@ -16,13 +16,6 @@ T, S, HEADS = 7, 9, 3
 WIDTHS = {"key_size": 4, "value_size": 6, "model_size": 5}
 
 
-@pytest.fixture(autouse=True)
-def promotion():
-    """Haiku's own products mix ranks."""
-    with jax.numpy_rank_promotion("allow"):
-        yield
-
-
 def forward(query, key, value, mask=None):
     drawn = hk.initializers.RandomNormal()
     return hk.MultiHeadAttention(HEADS, **WIDTHS, w_init=drawn, b_init=drawn)(

@@ -13,14 +13,9 @@ keras = pytest.importorskip("keras", reason="Keras is not installed")
 if keras.backend.backend() != "jax":
     pytest.skip("Keras does not compute with JAX: set KERAS_BACKEND=jax", allow_module_level=True)
 
+pytestmark = pytest.mark.usefixtures("x64")
+
 B, T, S, HEADS, WIDTH = 2, 7, 9, 4, 6
-
-
-@pytest.fixture(autouse=True)
-def promotion(x64):
-    """Keras mixes ranks and dtypes."""
-    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 def multi_head(dtype="float64", value_dim=5, **options):
@@ -256,7 +251,7 @@ LEFT_ALONE = {
 
 @pytest.mark.parametrize("message", LEFT_ALONE)
 def test_left_alone(message):
-    layer, x = built(LEFT_ALONE[message](HEADS, WIDTH, 5)), inputs(B)
+    layer, x = built(LEFT_ALONE[message](HEADS, WIDTH)), inputs(B)
     assert left_alone(lambda: layer(*x), "keras") == [message]
 
 
