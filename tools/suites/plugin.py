@@ -7,7 +7,7 @@ import json
 import os
 from pathlib import Path
 
-import flax_attn
+from flax_attn import everywhere
 
 _REPORT = os.environ.get("EVERYWHERE_REPORT", "")
 
@@ -15,14 +15,14 @@ _REPORT = os.environ.get("EVERYWHERE_REPORT", "")
 def pytest_configure(config) -> None:
     """Turn it on for the whole program, before a test imports its library."""
     if _REPORT:
-        flax_attn.everywhere(True)
+        everywhere(True)
 
 
 def pytest_unconfigure(config) -> None:
     """Write how many calls were computed here, and why others were left alone."""
     if not _REPORT:
         return
-    report = flax_attn.everywhere.report()
+    report = everywhere.report()
     reasons = {}
     for entry, count in report.left_alone.items():
         name = f"{entry.place}: {entry.reason}"

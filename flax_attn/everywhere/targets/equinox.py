@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax.core import Tracer
 from jaxtyping import Array
 
 from flax_attn.everywhere.core import attend, refusals
@@ -44,16 +45,16 @@ def multihead_attention(
     query = layer._project(layer.query_proj, query)
     key_ = layer._project(layer.key_proj, key_)
     value = layer._project(layer.value_proj, value)
-    heads = query, key_, value
     if process_heads is not None:
-        heads = process_heads(*heads)
-        check_heads(heads, (query, key_, value))
+        given = query, key_, value
+        query, key_, value = process_heads(*given)
+        _check_heads((query, key_, value), given)
     mask = None if mask is None else mask.reshape(1, -1, *scores[1:])
-    output = _attend(*heads, mask, dropout)
+    output = _attend(query, key_, value, mask, dropout)
     return jax.vmap(layer.output_proj)(output.reshape(scores[1], -1))
 
 
-def check_heads(heads: tuple, given: tuple) -> None:
+def _check_heads(heads: tuple[Array, ...], given: tuple[Array, ...]) -> None:
     """Raise `ValueError` if a function of the heads has changed their shapes."""
     shapes = [x.shape for x in heads]
     expected = [x.shape for x in given]
@@ -82,8 +83,8 @@ def dot_product_attention(
         raise LeftAlone(f"a mask {mask.shape} does not fit scores {scores}")
     dropout = None if dropout is None else _keyed(dropout, key, inference)
     mask = None if mask is None else mask[None, None]
-    heads = (x[:, None] for x in (query, key_, value))
-    return _attend(*heads, mask, dropout)[:, 0]
+    query, key_, value = (x[:, None] for x in (query, key_, value))
+    return _attend(query, key_, value, mask, dropout)[:, 0]
 
 
 def _attend(
@@ -105,7 +106,7 @@ def _keyed(dropout: Any, key: Array | None, inference: bool | None) -> KeyedDrop
     if name != "equinox.nn._dropout.Dropout":
         raise LeftAlone(f"its dropout is a {name}")
     inference = dropout.inference if inference is None else inference
-    if isinstance(inference, jax.core.Tracer) or not isinstance(dropout.p, int | float):
+    if isinstance(inference, Tracer) or not isinstance(dropout.p, int | float):
         raise LeftAlone("its dropout is not known before tracing")
     if inference or dropout.p == 0:
         return None

@@ -37,9 +37,9 @@ def multi_head_attention(
     key = module._linear_projection(key, module.key_size, "key")
     value = module._linear_projection(value, module.value_size, "value")
     flat = Flat(leading)
-    query, key, value = (flat.of(x) for x in promoted(query, key, value))
-    asked = asked_for(query, key, mask=mask)
-    output = attend(query, key, value, mask=flat.of(mask), asked=asked).output
+    heads = [x.reshape(-1, *x.shape[-3:]) for x in promoted(query, key, value)]
+    asked = asked_for(*heads[:2], mask=mask)
+    output = attend(*heads, mask=flat.of(mask), asked=asked).output
     linear = import_module("haiku").Linear
     biases = {"with_bias": module.with_bias, "b_init": module.b_init}
     project = linear(module.model_size, w_init=module.w_init, **biases)
