@@ -9,6 +9,7 @@ from typing import Any
 import jax
 from jaxtyping import Array
 
+from flax_attn.everywhere.dispatch import at
 from flax_attn.everywhere.flax_attention import flax_attention
 from flax_attn.everywhere.target import LeftAlone
 
@@ -62,22 +63,11 @@ def flax(
             " module passes them for qk_attn_weights_einsum_cls and attn_weights_value_einsum_cls."
             " Leave these out, or leave attention_fn at its default"
         )
+    arrays = query, key, value, bias, mask
+    options = broadcast_dropout, dropout_rng, dropout_rate, deterministic, dtype, precision, module
+    numerics = {"force_fp32_for_softmax": force_fp32_for_softmax, "is_causal": is_causal}
     try:
-        return flax_attention(
-            query,
-            key,
-            value,
-            bias,
-            mask,
-            broadcast_dropout,
-            dropout_rng,
-            dropout_rate,
-            deterministic,
-            dtype,
-            precision,
-            module,
-            force_fp32_for_softmax=force_fp32_for_softmax,
-            is_causal=is_causal,
-        )
+        with at("flax_attn.adapters.flax"):
+            return flax_attention(*arrays, *options, **numerics)
     except LeftAlone as refusal:
         raise ValueError(str(refusal)) from refusal

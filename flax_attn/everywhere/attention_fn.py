@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from functools import partial
 from typing import Any
 
@@ -11,8 +12,9 @@ from flax_attn.everywhere.dispatch import PLACE
 
 def note(function: Any) -> None:
     """Count a function that is neither Flax's nor ours: what it calls is counted by itself."""
-    while isinstance(function, partial) or hasattr(function, "__wrapped__"):
-        function = getattr(function, "func", None) or function.__wrapped__
+    while isinstance(function, partial):
+        function = function.func
+    function = inspect.unwrap(function)
     package = (getattr(function, "__module__", None) or "").partition(".")[0]
     if package in ("flax", "flax_attn"):
         return
