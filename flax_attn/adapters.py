@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -65,9 +66,9 @@ def flax(
         )
     arrays = query, key, value, bias, mask
     options = broadcast_dropout, dropout_rng, dropout_rate, deterministic, dtype, precision, module
-    numerics = {"force_fp32_for_softmax": force_fp32_for_softmax, "is_causal": is_causal}
+    attend = partial(flax_attention, *arrays, *options)
     try:
         with at("flax_attn.adapters.flax"):
-            return flax_attention(*arrays, *options, **numerics)
+            return attend(force_fp32_for_softmax=force_fp32_for_softmax, is_causal=is_causal)
     except LeftAlone as refusal:
         raise ValueError(str(refusal)) from refusal

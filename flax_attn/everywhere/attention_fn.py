@@ -15,9 +15,11 @@ def note(function: Any) -> None:
     while isinstance(function, partial):
         function = function.func
     function = inspect.unwrap(function)
-    package = (getattr(function, "__module__", None) or "").partition(".")[0]
+    module = getattr(function, "__module__", None) or ""
+    package = module.partition(".")[0]
     if package in ("flax", "flax_attn"):
         return
     name = getattr(function, "__qualname__", type(function).__name__)
     reason = f"attention_fn={name} is not Flax's; pass attention_fn=flax_attn.adapters.flax"
-    reports.add(reports.Entry(reports.user_place(), PLACE.get(), reason=reason))
+    line = reports.user_place()
+    reports.add(reports.Entry(line, PLACE.get(), reason=reason))

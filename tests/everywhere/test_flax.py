@@ -275,6 +275,18 @@ def test_dropout_has_the_distribution_of_the_original(broadcast):
     assert abs(kept.mean() - (1 - rate)) < spread
 
 
+def test_dropout_that_heads_share_is_left_alone_on_a_mesh():
+    q = draw(B, T, 4, 8, dtype=np.float32)
+    options = {"dropout_rng": jax.random.key(0), "dropout_rate": 0.2}
+    message = "dropout that is shared over rows and heads, on a mesh that divides them"
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    with jax.set_mesh(mesh), everywhere(strict=True) as report:
+        with pytest.raises(ValueError, match=message):
+            linen.dot_product_attention(q, q, q, **options)
+        linen.dot_product_attention(q, q, q, broadcast_dropout=False, **options)
+    assert report.taken
+
+
 def test_dropout_draws_from_the_stream_of_the_module():
     x = draw(B, T, D, dtype=np.float32)
 
