@@ -4,11 +4,13 @@
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
 from jaxtyping import Array
 
+from flax_attn.everywhere.dispatch import at
 from flax_attn.everywhere.flax_attention import flax_attention
 from flax_attn.everywhere.target import LeftAlone
 
@@ -62,22 +64,11 @@ def flax(
             " module passes them for qk_attn_weights_einsum_cls and attn_weights_value_einsum_cls."
             " Leave these out, or leave attention_fn at its default"
         )
+    arrays = query, key, value, bias, mask
+    options = broadcast_dropout, dropout_rng, dropout_rate, deterministic, dtype, precision, module
+    attend = partial(flax_attention, *arrays, *options)
     try:
-        return flax_attention(
-            query,
-            key,
-            value,
-            bias,
-            mask,
-            broadcast_dropout,
-            dropout_rng,
-            dropout_rate,
-            deterministic,
-            dtype,
-            precision,
-            module,
-            force_fp32_for_softmax=force_fp32_for_softmax,
-            is_causal=is_causal,
-        )
+        with at("flax_attn.adapters.flax"):
+            return attend(force_fp32_for_softmax=force_fp32_for_softmax, is_causal=is_causal)
     except LeftAlone as refusal:
         raise ValueError(str(refusal)) from refusal

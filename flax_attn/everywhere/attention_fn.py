@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from functools import partial
 from typing import Any
 
@@ -11,11 +12,14 @@ from flax_attn.everywhere.dispatch import PLACE
 
 def note(function: Any) -> None:
     """Count a function that is neither Flax's nor ours: what it calls is counted by itself."""
-    while isinstance(function, partial) or hasattr(function, "__wrapped__"):
-        function = getattr(function, "func", None) or function.__wrapped__
-    package = (getattr(function, "__module__", None) or "").partition(".")[0]
+    while isinstance(function, partial):
+        function = function.func
+    function = inspect.unwrap(function)
+    module = getattr(function, "__module__", None) or ""
+    package = module.partition(".")[0]
     if package in ("flax", "flax_attn"):
         return
     name = getattr(function, "__qualname__", type(function).__name__)
     reason = f"attention_fn={name} is not Flax's; pass attention_fn=flax_attn.adapters.flax"
-    reports.add(reports.Entry(reports.user_place(), PLACE.get(), reason=reason))
+    line = reports.user_place()
+    reports.add(reports.Entry(line, PLACE.get(), reason=reason))

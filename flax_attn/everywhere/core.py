@@ -10,20 +10,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool
+from jaxtyping import Array
 
 from flax_attn.attention import attend as attend_here
 from flax_attn.everywhere import reports
 from flax_attn.everywhere.dispatch import PLACE
+from flax_attn.everywhere.empty_rows import with_means
 from flax_attn.everywhere.target import LeftAlone
 from flax_attn.functional.cache_base import Cache
 from flax_attn.functional.dropout import KeyedDropout
-from flax_attn.functional.dtypes import accumulation_dtype
-from flax_attn.functional.mask_part import of_rank_4
 from flax_attn.functional.masks import Mask, as_mask
 from flax_attn.functional.outputs import Outputs
 from flax_attn.functional.shapes import Index
-from flax_attn.sharding.explain import explain
+from flax_attn.sharding.explain import Explanation, explain
 
 
 @jax.tree_util.register_dataclass
@@ -84,53 +83,24 @@ def attend(
     with refusals():
         mask = as_mask(mask)
         found = explain(query, key, value, bias, mask, **options)
-    options["return_weights"] = return_weights
-    outputs = attend_here(query, key, value, bias, mask, **options)
-    shape = f"q{list(query.shape)} k{list(key.shape)} {query.dtype}"
-    memory = found.memory
+    if found.division is not None and isinstance(options.get("dropout"), SharedDropout):
+        # What drops the weights of a part of a call counts all rows and heads.
+        raise LeftAlone("dropout that is shared over rows and heads, on a mesh that divides them")
+    outputs = attend_here(query, key, value, bias, mask, return_weights=return_weights, **options)
+    _count(query, key, found, asked)
+    return with_means(outputs, value, mask)
+
+
+def _count(query: Array, key: Array, found: Explanation, asked: str) -> None:
+    shapes = f"q{list(query.shape)} k{list(key.shape)} {query.dtype}"
+    words = [shapes, asked] if asked else [shapes]
+    after = found.memory[found.backend or "reference"]
     entry = reports.Entry(
-        reports.user_place(),
-        PLACE.get(),
-        f"{shape}, {asked}" if asked else shape,
-        found.backend,
-        memory["reference"],
-        memory[found.backend or "reference"],
+        line=reports.user_place(),
+        place=PLACE.get(),
+        asked=", ".join(words),
+        backend=found.backend,
+        before=found.memory["reference"],
+        after=after,
     )
     reports.add(entry)
-    return _with_means(outputs, query, value, mask)
-
-
-def _with_means(outputs: Outputs, query: Array, value: Array, mask: Mask) -> Outputs:
-    *batch, t, n, _ = query.shape
-    s = value.shape[-3]
-    b = batch[0] if batch else 1
-    empty = empty_rows(mask, b, n, t, s)
-    if empty is None:
-        return outputs
-    mean = value.mean(axis=-3, keepdims=True, dtype=accumulation_dtype(value.dtype))
-    heads = jnp.repeat(mean.astype(value.dtype), n // value.shape[-2], axis=-2)
-    rows = empty.swapaxes(1, 2)  # (b, t, n, 1)
-    weights = outputs.weights
-    if not batch:
-        empty, rows = empty[0], rows[0]
-    if weights is not None:
-        weights = jnp.where(empty, jnp.asarray(1 / s, weights.dtype), weights)
-    return Outputs(jnp.where(rows, heads, outputs.output), weights)
-
-
-def empty_rows(mask: Mask, b: int, n: int, t: int, s: int) -> Bool[Array, "#b #n t 1"] | None:
-    """Return which rows see no key, or None where it is known that each row sees one."""
-    mask = mask.resolve(b, n, t, s)
-    (low, high), rest = mask.split_band()
-    if not rest.parts:
-        starts = [max(0, i + low) if low is not None else 0 for i in (0, t - 1)]
-        stops = [min(s - 1, i + high) if high is not None else s - 1 for i in (0, t - 1)]
-        # Both ends go one way: where neither end of the rows is empty no row between them is.
-        ends = zip(starts, stops, strict=True)
-        if all(start <= stop for start, stop in ends):
-            return None
-    (start, stop), rest = mask.split_intervals(t, s)
-    if not rest.parts:
-        return (start >= stop)[:, None, :, None]
-    visible = mask.block(jnp.arange(t), jnp.arange(s))
-    return ~of_rank_4(visible).any(axis=-1, keepdims=True)

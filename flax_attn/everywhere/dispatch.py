@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -11,9 +12,19 @@ from flax_attn.everywhere.context import in_use
 from flax_attn.everywhere.target import LeftAlone, Place
 
 # Name of the place whose replacement runs.
-PLACE: ContextVar[str] = ContextVar("place", default="flax_attn.adapters")
+PLACE: ContextVar[str] = ContextVar("place")
 # Targets whose original runs: its parts are no calls of their own.
 _ORIGINALS: ContextVar[frozenset[str]] = ContextVar("originals", default=frozenset())
+
+
+@contextmanager
+def at(place: str) -> Iterator[None]:
+    """Name the place that calls are counted at."""
+    token = PLACE.set(place)
+    try:
+        yield
+    finally:
+        PLACE.reset(token)
 
 
 def dispatch(target: str, place: Place, original: Callable, *args: Any, **kwargs: Any) -> Any:
@@ -25,13 +36,11 @@ def dispatch(target: str, place: Place, original: Callable, *args: Any, **kwargs
     settings = in_use()
     if target not in settings.targets or target in _ORIGINALS.get():
         return original(*args, **kwargs)
-    token = PLACE.set(place.name)
     try:
-        return place.replacement(original, *args, **kwargs)
+        with at(place.name):
+            return place.replacement(original, *args, **kwargs)
     except LeftAlone as found:
         reason = str(found)
-    finally:
-        PLACE.reset(token)
     if settings.strict:
         raise ValueError(
             f"{place.name} is left alone: {reason}. Change the call, leave {target!r} out of the"

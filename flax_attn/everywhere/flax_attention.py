@@ -16,7 +16,7 @@ from jaxtyping import Array
 
 from flax_attn.everywhere.core import SharedDropout, attend, refusals
 from flax_attn.everywhere.words import asked_for
-from flax_attn.functional.dropout import KeyedDropout
+from flax_attn.functional.dropout import KeyedDropout, key_data
 from flax_attn.functional.masks import Mask
 
 
@@ -30,9 +30,9 @@ class Flat:
 
     batch: tuple[int, ...]
 
-    def of(self, x: Array | None) -> Array | None:
+    def of(self, x: Array) -> Array:
         """Return an array whose last three axes stay; one that broadcasts may have fewer axes."""
-        if x is None or (len(self.batch) < 2 and x.ndim <= 4) or x.ndim <= 3:
+        if (len(self.batch) < 2 and x.ndim <= 4) or x.ndim <= 3:
             return x
         leading, rest = x.shape[:-3], x.shape[-3:]
         if prod(leading) == 1:
@@ -78,21 +78,24 @@ def flax_attention(
     with refusals():
         dropout = None
         if dropout_rate != 0 and not deterministic:
+            if dropout_rng is None:
+                raise ValueError(f"dropout_rate={dropout_rate} needs a key; got dropout_rng=None")
             kind = SharedDropout if broadcast_dropout else KeyedDropout
-            dropout = kind(dropout_rate, dropout_rng)
+            dropout = kind(dropout_rate, key_data(dropout_rng))
         flat = _flat(query, key, value)
         hidden = None if mask is None else Mask.dense(flat.of(jnp.asarray(mask).astype(bool)))
         if is_causal:
             hidden = Mask.causal(0) if hidden is None else hidden & Mask.causal(0)
     options = {"bias": bias, "mask": mask, "causal": is_causal, "dropout": dropout}
     words = asked_for(query, key, weights=module, **options)
-    arrays = [flat.of(x) for x in (query, key, value, bias)]
+    arrays = [None if x is None else flat.of(x) for x in (query, key, value, bias)]
     call = partial(attend, *arrays, hidden, precision=precision, asked=words)
     if module is None:
         return flat.back(call(dropout=dropout).output)
     # The weights that a module keeps are those before dropout.
     found = call(return_weights=True)
     kind = nnx.Intermediate if isinstance(module, nnx.Module) else "intermediates"
+    assert found.weights is not None  # they were asked for
     module.sow(kind, "attention_weights", flat.back(found.weights))
     if dropout is not None:
         found = call(dropout=dropout)

@@ -131,6 +131,7 @@ class _Then(Loader):
         return self._loader.create_module(spec)
 
     def exec_module(self, module):
+        assert module.__spec__ is not None  # it is being imported
         module.__spec__.loader = self._loader
         module.__loader__ = self._loader
         self._loader.exec_module(module)

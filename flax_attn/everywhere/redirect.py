@@ -26,7 +26,7 @@ class Redirection:
         attributes: attributes that it had.
     """
 
-    function: FunctionType
+    function: Any
     code: CodeType
     attributes: dict[str, Any]
 

@@ -6,10 +6,12 @@ import sys
 import threading
 from collections import Counter
 from dataclasses import dataclass, field
+from operator import attrgetter
 
+_OURS = {"flax_attn", "attn_spec", "jaxtyping"}
 # Functions of these packages and of Python's library are not the user's.
-_LIBRARIES = {"flax_attn", "attn_spec", "jax", "jaxlib", "jaxtyping"}
-_LIBRARIES |= {"flax", "keras", "equinox", "haiku"}
+_LIBRARIES = _OURS | {"jax", "jaxlib", "flax", "keras", "equinox", "haiku"}
+_LIBRARIES |= sys.stdlib_module_names - {"__main__"}
 
 
 @dataclass(frozen=True)
@@ -34,8 +36,13 @@ class Entry:
     after: int = 0
     reason: str = ""
 
+    @property
+    def taken(self) -> bool:
+        """Whether it is computed here."""
+        return self.backend is not None
+
     def __str__(self) -> str:
-        if self.backend is None:
+        if not self.taken:
             return f"{self.place}: left alone: {self.reason}"
         memory = f"{_text(self.before)} -> {_text(self.after)}"
         return f"{self.place}: {self.asked}: {self.backend}, {memory}"
@@ -53,21 +60,22 @@ class Report:
     @property
     def taken(self) -> dict[Entry, int]:
         """The kinds that were computed here, with how many there were."""
-        return {entry: count for entry, count in self.counts.items() if entry.backend is not None}
+        return {entry: count for entry, count in self.counts.items() if entry.taken}
 
     @property
     def left_alone(self) -> dict[Entry, int]:
         """The kinds that were left alone, with how many there were."""
-        return {entry: count for entry, count in self.counts.items() if entry.backend is None}
+        return {entry: count for entry, count in self.counts.items() if not entry.taken}
 
     def __str__(self) -> str:
-        taken, left = sum(self.taken.values()), sum(self.left_alone.values())
+        taken = sum(self.taken.values())
+        left = sum(self.left_alone.values())
         lines = [f"{taken} calls computed by flax_attn, {left} left alone (counted as traced)"]
-        line = None
-        for entry in sorted(self.counts, key=lambda entry: (entry.line, entry.place)):
-            if entry.line != line:
+        before = None
+        for entry in sorted(self.counts, key=attrgetter("line", "place")):
+            if entry.line != before:
                 lines.append(entry.line)
-            line = entry.line
+            before = entry.line
             lines.append(f"  {self.counts[entry]:3} x {entry}")
         return "\n".join(lines)
 
@@ -92,16 +100,17 @@ def add(entry: Entry) -> None:
 def user_place() -> str:
     """Return file and line of the innermost function that is of no library."""
     frame = sys._getframe(1)
-    first = None
+    own = None
     while frame is not None:
         package = frame.f_globals.get("__name__", "").partition(".")[0]
-        place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        if package not in _LIBRARIES and package not in sys.stdlib_module_names:
-            return place
-        if first is None and package not in ("flax_attn", "attn_spec"):
-            first = place
+        line = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        if package not in _LIBRARIES:
+            return line
+        # The tests of a library are a part of it: then it is who called us.
+        if own is None and package not in _OURS:
+            own = line
         frame = frame.f_back
-    return first or "unknown"
+    return own or "unknown"
 
 
 def _text(size: int) -> str:

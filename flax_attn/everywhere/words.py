@@ -15,7 +15,8 @@ def asked_for(query: Array, key: Array, **options: Any) -> str:
     """
     words = ["GQA"] if query.shape[-2] != key.shape[-2] else []
     for name, value in options.items():
+        # An array has no truth value, and one of a single 0 is there all the same.
         is_array = hasattr(value, "shape")
-        if is_array or (value is not None and value is not False and value != {}):
+        if is_array or value not in (None, False, {}):
             words.append(name)
     return ", ".join(words)

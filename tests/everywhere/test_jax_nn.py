@@ -165,6 +165,29 @@ def test_transforms(name, case, x64, same):
     )
 
 
+def test_a_mesh(x64, same):
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    with jax.set_mesh(mesh):
+        inputs = [jax.device_put(x, rows) for x in arrays()]
+        same(
+            jax.jit(lambda *x: dot_product_attention(*x, is_causal=True)),
+            *inputs,
+            reference=causal_formula,
+        )
+
+
+def test_the_parts_of_shard_map(x64, same):
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec("data")
+
+    def attend(*inputs):
+        return dot_product_attention(*inputs, is_causal=True)
+
+    parts = jax.shard_map(attend, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec)
+    same(jax.jit(parts), *arrays(), reference=causal_formula)
+
+
 def test_lists_are_taken_as_the_original_takes_them():
     query = [[[[1.0, 2.0]]]]
     with everywhere(strict=True):

@@ -22,10 +22,11 @@ def dot_product_attention(original: Callable, *args: Any, **kwargs: Any) -> Arra
     Its softmax is in the dtype of the inputs, also in bfloat16; here it is in float32 at least.
     """
     call = arguments(original, *args, **kwargs)
-    own = [name for name in _PRODUCTS if call.pop(name, None) is not None]
-    if own:
-        raise LeftAlone(f"its products are computed by {' and '.join(own)} of the caller")
-    if jnp.shape(call["query"])[-2:-1] != jnp.shape(call["key"])[-2:-1]:
+    for name in _PRODUCTS:
+        if call.pop(name, None) is not None:
+            raise LeftAlone(f"its products are computed by {name} of the caller")
+    heads = {jnp.shape(call[name])[-2:-1] for name in ("query", "key")}
+    if len(heads) > 1:
         raise LeftAlone("query and key have different numbers of heads, which Linen refuses")
     return flax_attention(**call)
 
