@@ -1,5 +1,7 @@
 """Keras's attention layers and its function compute the same here."""
 
+import os
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,7 @@ from flax_attn import everywhere
 from flax_attn.parity import tolerance
 from tests.everywhere.originals import check_low, check_same, left_alone
 
+os.environ.setdefault("KERAS_BACKEND", "jax")
 keras = pytest.importorskip("keras", reason="Keras is not installed")
 if keras.backend.backend() != "jax":
     pytest.skip("Keras does not compute with JAX: set KERAS_BACKEND=jax", allow_module_level=True)

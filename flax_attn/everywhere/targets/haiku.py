@@ -52,11 +52,7 @@ def _check_mask(mask: Array, scores: tuple[int, ...]) -> None:
         raise LeftAlone(f"a mask {mask.shape} does not fit the scores {scores}")
 
 
-TARGET = Target(
-    name="haiku",
-    package="haiku",
-    versions=">=0.0.10,<0.0.18",
-    places=(
-        Place("haiku._src.attention", "MultiHeadAttention.__call__", multi_head_attention, "haiku"),
-    ),
+_PLACE = Place(
+    "haiku._src.attention", "MultiHeadAttention.__call__", multi_head_attention, "haiku"
 )
+TARGET = Target("haiku", "haiku", ">=0.0.10,<0.0.18", (_PLACE,), distribution="dm-haiku")

@@ -10,7 +10,8 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from flax_attn.everywhere.core import attend, empty_rows
+from flax_attn.everywhere.core import attend
+from flax_attn.everywhere.empty_rows import empty_rows
 from flax_attn.everywhere.operands import check_floats, promoted
 from flax_attn.everywhere.target import LeftAlone, Place, Target
 from flax_attn.everywhere.words import asked_for
