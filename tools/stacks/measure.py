@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import psutil
 
-from flax_attn import everywhere
+from flax_attn.everywhere import everywhere
 from tools.stacks.models import MODELS, WIDTH
 
 WAYS = {"without": False, "under": True}

@@ -7,7 +7,7 @@ import json
 import os
 from pathlib import Path
 
-from flax_attn import everywhere
+from flax_attn.everywhere import everywhere
 
 _REPORT = os.environ.get("EVERYWHERE_REPORT", "")
 

@@ -39,7 +39,8 @@ def multi_head_attention(
     flat = Flat(leading)
     heads = [x.reshape(-1, *x.shape[-3:]) for x in promoted(query, key, value)]
     asked = asked_for(*heads[:2], mask=mask)
-    output = attend(*heads, mask=flat.of(mask), asked=asked).output
+    mask = None if mask is None else flat.of(mask)
+    output = attend(*heads, mask=mask, asked=asked).output
     linear = import_module("haiku").Linear
     biases = {"with_bias": module.with_bias, "b_init": module.b_init}
     project = linear(module.model_size, w_init=module.w_init, **biases)
@@ -52,7 +53,5 @@ def _check_mask(mask: Array, scores: tuple[int, ...]) -> None:
         raise LeftAlone(f"a mask {mask.shape} does not fit the scores {scores}")
 
 
-_PLACE = Place(
-    "haiku._src.attention", "MultiHeadAttention.__call__", multi_head_attention, "haiku"
-)
+_PLACE = Place("haiku._src.attention", "MultiHeadAttention.__call__", multi_head_attention, "haiku")
 TARGET = Target("haiku", "haiku", ">=0.0.10,<0.0.18", (_PLACE,), distribution="dm-haiku")
