@@ -24,7 +24,6 @@ from flax_attn.functional.outputs import Outputs
 from flax_attn.functional.shapes import Index
 from flax_attn.sharding.explain import Explanation, explain
 
-
 # Backends whose loops, or gradients, are typed as arrays that vary over no axis of a mesh.
 _UNTYPED = ("native", "blocked")
 
