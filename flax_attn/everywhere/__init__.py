@@ -15,6 +15,10 @@ What `jax.jit` compiles inside stays so, and is not found outside, nor the rever
 compiled, exported or traced by hand is not changed by a block: `jax.jit(f).lower(x).compile()`,
 a jaxpr, the pullback of `jax.vjp`.
 
+Derivatives in forward mode, and of second order, are those of the backend: on a CPU in float32 all
+calls without bias, dropout and mask arrays have them, and others raise JAX's error for a
+`custom_vjp`. Compute such a part under `everywhere(False)`.
+
 Targets are `jax.nn` (`dot_product_attention`), `nnx` and `linen` (their attention functions,
 and so the modules that call them), `keras`, `equinox` and `haiku` (modules and functions). None
 is imported: one that is imported later is changed when it is. One of a version that is not

@@ -24,6 +24,9 @@ from flax_attn.functional.outputs import Outputs
 from flax_attn.functional.shapes import Index
 from flax_attn.sharding.explain import Explanation, explain
 
+# Backends whose loops, or gradients, are typed as arrays that vary over no axis of a mesh.
+_UNTYPED = ("native", "blocked")
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -86,6 +89,9 @@ def attend(
     if found.division is not None and isinstance(options.get("dropout"), SharedDropout):
         # What drops the weights of a part of a call counts all rows and heads.
         raise LeftAlone("dropout that is shared over rows and heads, on a mesh that divides them")
+    varies = jax.typeof(query).manual_axis_type.varying
+    if varies and found.backend in _UNTYPED:
+        raise LeftAlone(f"inside jax.shard_map, where {found.backend!r} needs check_vma=False")
     outputs = attend_here(query, key, value, bias, mask, return_weights=return_weights, **options)
     _count(query, key, found, asked)
     return with_means(outputs, value, mask)

@@ -23,24 +23,25 @@ class Redirection:
     Args:
         function: function that is redirected.
         code: code that it had.
-        attributes: attributes that it had.
+        signature: signature that it gave instead of its own, or None.
     """
 
     function: Any
     code: CodeType
-    attributes: dict[str, Any]
+    signature: inspect.Signature | None
 
     def undo(self) -> None:
         """Give the function back what it had."""
         self.function.__code__ = self.code
-        self.function.__dict__.clear()
-        self.function.__dict__.update(self.attributes)
+        del self.function.__signature__
+        if self.signature is not None:
+            self.function.__signature__ = self.signature
 
 
 def redirect(function: FunctionType, hook: Callable[..., Any]) -> Redirection:
     """Let calls of a function be `hook(original, *args, **kwargs)`."""
     original = _copy(function)
-    found = Redirection(function, function.__code__, dict(vars(function)))
+    found = Redirection(function, function.__code__, vars(function).get("__signature__"))
     function.__signature__ = inspect.signature(function)  # of the old code, for who asks
     function.__code__ = _code(function, functools.partial(hook, original))
     return found

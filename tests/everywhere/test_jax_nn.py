@@ -177,15 +177,34 @@ def test_a_mesh(x64, same):
         )
 
 
-def test_the_parts_of_shard_map(x64, same):
+def in_shards(function, check):
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = jax.sharding.PartitionSpec("data")
+    specs = {"mesh": mesh, "in_specs": (spec,) * 3, "out_specs": spec, "check_vma": check}
+    return jax.jit(jax.shard_map(function, **specs))
 
-    def attend(*inputs):
-        return dot_product_attention(*inputs, is_causal=True)
 
-    parts = jax.shard_map(attend, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec)
-    same(jax.jit(parts), *arrays(), reference=causal_formula)
+def attend_causally(*inputs):
+    return dot_product_attention(*inputs, is_causal=True)
+
+
+def test_the_parts_of_shard_map(x64, same):
+    same(in_shards(attend_causally, False), *arrays(), reference=causal_formula)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_the_typed_parts_of_shard_map_are_left_alone_where_kernels_take_none(dtype, x64):
+    inputs = arrays(np.dtype(dtype))
+
+    def gradient(query):
+        attend = in_shards(attend_causally, True)
+        return jax.grad(lambda query: attend(query, *inputs[1:]).sum())(query)
+
+    with everywhere() as report:
+        found = gradient(inputs[0])
+    (entry,) = report.left_alone
+    assert "needs check_vma=False" in entry.reason
+    np.testing.assert_array_equal(found, gradient(inputs[0]))
 
 
 def test_lists_are_taken_as_the_original_takes_them():
