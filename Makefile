@@ -20,16 +20,16 @@ NEWEST_TESTS := $(addprefix tests/backends/test_, choose.py cudnn.py splash.py t
 	$(filter-out tests/test_types.py,$(wildcard tests/test_*.py))  # types are checked once, by make test
 
 # What is compiled once is kept: the same small programs come up in the proof and in many tests.
-parity against faults distributed field field-by-hand docs fuzz right test test-newest test-oldest: export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/build/compiled
-parity against faults distributed field field-by-hand docs fuzz right test test-newest test-oldest: export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS ?= 0
-parity against faults distributed field field-by-hand docs fuzz right test test-newest test-oldest: export JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES ?= -1
+parity against faults distributed field field-by-hand everywhere docs fuzz right test test-newest test-oldest: export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/build/compiled
+parity against faults distributed field field-by-hand everywhere docs fuzz right test test-newest test-oldest: export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS ?= 0
+parity against faults distributed field field-by-hand everywhere docs fuzz right test test-newest test-oldest: export JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES ?= -1
 # What is not compiled is a program for each operation, in which there is nothing to optimise.
 parity against: export JAX_DISABLE_MOST_OPTIMIZATIONS ?= 1
 
 # What an old dependency can break: whatever calls one.
 OLDEST_TESTS := tests/modules/test_cache.py tests/training tests/models tests/sharding/test_parameters.py tests/test_cli_generate.py
 
-.PHONY: help parity against faults distributed test fuzz right bench field field-by-hand tpu gpu plan lint format tables docs docs-look docs-links dist test-newest test-oldest test-gpu clean
+.PHONY: help parity against faults distributed test fuzz right bench field field-by-hand everywhere tpu gpu plan lint format tables docs docs-look docs-links dist test-newest test-oldest test-gpu clean
 
 help:
 	@echo 'make parity       prove that every variant equals its PyTorch twin'
@@ -43,6 +43,8 @@ help:
 	@echo 'make bench        measure time and memory beside PyTorch, jax.nn, Flax and attnax (a quarter of an hour)'
 	@echo 'make field        judge Flax ports of other libraries beside their PyTorch twins; docs/field.md (an hour)'
 	@echo 'make field-by-hand  reach the verdicts of make field again without the harness (half an hour)'
+	@echo 'make everywhere   run the attention tests of jax, Flax, Keras, Equinox and Haiku under flax_attn.everywhere (ten minutes);'
+	@echo '                  ARGS="--checkout jax=FOLDER equinox=FOLDER" for those whose tests are not on PyPI'
 	@echo 'make tpu          compile for TPU chips without one: memory and time to compile'
 	@echo 'make gpu          compile the attention of models for an H200 without one: memory, refusals, collectives (ten minutes,'
 	@echo '                  needs a C compiler; ARGS=--quick takes one)'
@@ -97,6 +99,10 @@ field-by-hand: .venv-field/installed
 	.venv-field/bin/python -m field.by_hand $(ARGS)
 	.venv-field/bin/python -m field.by_hand --widened $(ARGS)
 	.venv-field/bin/python -m field.page
+
+everywhere: .venv-everywhere/installed
+	.venv-everywhere/bin/python -m tools.suites $(ARGS)
+	KERAS_BACKEND=jax .venv-everywhere/bin/pytest -ra tests/everywhere
 
 tpu: .venv-tpu/installed
 	.venv-tpu/bin/python -m tools.aot tpu $(ARGS)
@@ -203,6 +209,13 @@ dist: .venv-release/installed
 	echo $(CURDIR) > $$(.venv-field/bin/python -c 'import site; print(site.getsitepackages()[0])')/flax_attn.pth
 	@touch $@
 
+# The targets of everywhere, and what their tests need.
+.venv-everywhere/installed: pyproject.toml tools/suites/constraints.txt $(NATIVE)
+	$(PYTHON) -m venv --clear .venv-everywhere
+	.venv-everywhere/bin/pip install --quiet -c tools/suites/constraints.txt -e . keras equinox dm-haiku \
+		beartype hypothesis pytest scipy
+	@touch $@
+
 # With CUDA's compilers, and the cuDNN that the description of the GPU names: 4 GB.
 .venv-gpu/installed: pyproject.toml constraints-newest.txt
 	@test -n '$(NEWEST_PYTHON)' || { echo 'no Python 3.12 or newer found: make gpu NEWEST_PYTHON=/path/to/python'; exit 1; }
@@ -211,6 +224,6 @@ dist: .venv-release/installed
 	@touch $@
 
 clean:
-	rm -rf .venv .venv-newest .venv-oldest .venv-release .venv-tpu .venv-gpu .venv-field build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-newest .venv-oldest .venv-release .venv-tpu .venv-gpu .venv-field .venv-everywhere build dist .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 	rm -f flax_attn/native/*.so

@@ -1,0 +1,112 @@
+"""The call of attention that all replacements and adapters make."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from flax_attn.attention import attend as attend_here
+from flax_attn.everywhere import reports
+from flax_attn.everywhere.dispatch import PLACE
+from flax_attn.everywhere.empty_rows import with_means
+from flax_attn.everywhere.target import LeftAlone
+from flax_attn.functional.cache_base import Cache
+from flax_attn.functional.dropout import KeyedDropout
+from flax_attn.functional.masks import Mask, as_mask
+from flax_attn.functional.outputs import Outputs
+from flax_attn.functional.shapes import Index
+from flax_attn.sharding.explain import Explanation, explain
+
+# Backends whose loops, or gradients, are typed as arrays that vary over no axis of a mesh.
+_UNTYPED = ("native", "blocked")
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class SharedDropout(KeyedDropout):
+    """Dropout that drops the same weights in all rows of the batch and all heads."""
+
+    def indices(self, *parts: Index) -> tuple[Index, ...]:
+        b, n, t, s = parts
+        return jnp.zeros_like(b), jnp.zeros_like(n), t, s
+
+
+@contextmanager
+def refusals() -> Iterator[None]:
+    """Leave a call alone where this library, or `jnp.asarray`, refuses an argument."""
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        raise LeftAlone(str(error)) from error
+
+
+def arguments(original: Callable, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """Return the arguments of a call by their names in the original, which refuses wrong ones."""
+    with refusals():
+        return inspect.signature(original).bind(*args, **kwargs).arguments
+
+
+def attend(
+    query: Array,
+    key: Array,
+    value: Array,
+    bias: Array | None = None,
+    mask: Mask | Array | None = None,
+    *,
+    asked: str = "",
+    return_weights: bool = False,
+    **options: Any,
+) -> Outputs[Cache]:
+    """Return `flax_attn.attend` of a call, and count it.
+
+    Other libraries hide keys by a large negative score, so that a row that sees no key gives the
+    mean of all values, and weights of `1 / s`: so it is here, with their gradients.
+
+    Args:
+        query: query, as for `flax_attn.attend`, whose other arguments are those that are not named
+            here.
+        key: key.
+        value: value.
+        bias: bias.
+        mask: mask.
+        asked: what the call is, in a few words, for the report.
+        return_weights: whether to return the weights, after dropout.
+        **options: options of `flax_attn.attend`.
+
+    Raises:
+        LeftAlone: if this library refuses the call, before any work.
+    """
+    with refusals():
+        mask = as_mask(mask)
+        found = explain(query, key, value, bias, mask, **options)
+    if found.division is not None and isinstance(options.get("dropout"), SharedDropout):
+        # What drops the weights of a part of a call counts all rows and heads.
+        raise LeftAlone("dropout that is shared over rows and heads, on a mesh that divides them")
+    varies = jax.typeof(query).manual_axis_type.varying
+    if varies and found.backend in _UNTYPED:
+        raise LeftAlone(f"inside jax.shard_map, where {found.backend!r} needs check_vma=False")
+    outputs = attend_here(query, key, value, bias, mask, return_weights=return_weights, **options)
+    _count(query, key, found, asked)
+    return with_means(outputs, value, mask)
+
+
+def _count(query: Array, key: Array, found: Explanation, asked: str) -> None:
+    shapes = f"q{list(query.shape)} k{list(key.shape)} {query.dtype}"
+    words = [shapes, asked] if asked else [shapes]
+    after = found.memory[found.backend or "reference"]
+    entry = reports.Entry(
+        line=reports.user_place(),
+        place=PLACE.get(),
+        asked=", ".join(words),
+        backend=found.backend,
+        before=found.memory["reference"],
+        after=after,
+    )
+    reports.add(entry)

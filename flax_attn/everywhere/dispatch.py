@@ -1,0 +1,54 @@
+"""What happens at a place of a target: a call goes to its replacement, or on to the original."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from flax_attn.everywhere import reports
+from flax_attn.everywhere.context import in_use
+from flax_attn.everywhere.target import LeftAlone, Place
+
+# Name of the place whose replacement runs.
+PLACE: ContextVar[str] = ContextVar("place")
+# Targets whose original runs: its parts are no calls of their own.
+_ORIGINALS: ContextVar[frozenset[str]] = ContextVar("originals", default=frozenset())
+
+
+@contextmanager
+def at(place: str) -> Iterator[None]:
+    """Name the place that calls are counted at."""
+    token = PLACE.set(place)
+    try:
+        yield
+    finally:
+        PLACE.reset(token)
+
+
+def dispatch(target: str, place: Place, original: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Return what the replacement of a place returns, or the original where it takes no such call.
+
+    Raises:
+        ValueError: if a call is left alone under `strict=True`.
+    """
+    settings = in_use()
+    if target not in settings.targets or target in _ORIGINALS.get():
+        return original(*args, **kwargs)
+    try:
+        with at(place.name):
+            return place.replacement(original, *args, **kwargs)
+    except LeftAlone as found:
+        reason = str(found)
+    if settings.strict:
+        raise ValueError(
+            f"{place.name} is left alone: {reason}. Change the call, leave {target!r} out of the"
+            " targets, or pass strict=False, under which the original runs"
+        )
+    reports.add(reports.Entry(reports.user_place(), place.name, reason=reason))
+    token = _ORIGINALS.set(_ORIGINALS.get() | {target})
+    try:
+        return original(*args, **kwargs)
+    finally:
+        _ORIGINALS.reset(token)

@@ -1,0 +1,117 @@
+"""What was computed here and what was not: calls by their place in the user's source."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import Counter
+from dataclasses import dataclass, field
+from operator import attrgetter
+
+_OURS = {"flax_attn", "attn_spec", "jaxtyping"}
+# Functions of these packages and of Python's library are not the user's.
+_LIBRARIES = _OURS | {"jax", "jaxlib", "flax", "keras", "equinox", "haiku"}
+_LIBRARIES |= sys.stdlib_module_names - {"__main__"}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A kind of calls.
+
+    Args:
+        line: file and line in the user's source.
+        place: name of the function or method that was called.
+        asked: what was asked for, in a few words: shape, dtype and options.
+        backend: backend that computes it; None where it is left alone.
+        before: estimate of the bytes that the formula holds beside inputs and output.
+        after: estimate of the bytes that the backend holds.
+        reason: reason why it is left alone.
+    """
+
+    line: str
+    place: str
+    asked: str = ""
+    backend: str | None = None
+    before: int = 0
+    after: int = 0
+    reason: str = ""
+
+    @property
+    def taken(self) -> bool:
+        """Whether it is computed here."""
+        return self.backend is not None
+
+    def __str__(self) -> str:
+        if not self.taken:
+            return f"{self.place}: left alone: {self.reason}"
+        memory = f"{_text(self.before)} -> {_text(self.after)}"
+        return f"{self.place}: {self.asked}: {self.backend}, {memory}"
+
+
+@dataclass
+class Report:
+    """Calls that were traced or run while it was open, by kind, with how many there were.
+
+    What `jax.jit` compiles is counted when it is traced, and not in each run.
+    """
+
+    counts: Counter[Entry] = field(default_factory=Counter)
+
+    @property
+    def taken(self) -> dict[Entry, int]:
+        """The kinds that were computed here, with how many there were."""
+        return {entry: count for entry, count in self.counts.items() if entry.taken}
+
+    @property
+    def left_alone(self) -> dict[Entry, int]:
+        """The kinds that were left alone, with how many there were."""
+        return {entry: count for entry, count in self.counts.items() if not entry.taken}
+
+    def __str__(self) -> str:
+        taken = sum(self.taken.values())
+        left = sum(self.left_alone.values())
+        lines = [f"{taken} calls computed by flax_attn, {left} left alone (counted as traced)"]
+        before = None
+        for entry in sorted(self.counts, key=attrgetter("line", "place")):
+            if entry.line != before:
+                lines.append(entry.line)
+            before = entry.line
+            lines.append(f"  {self.counts[entry]:3} x {entry}")
+        return "\n".join(lines)
+
+
+PROGRAM = Report()  # all calls since the program began
+_THREAD = threading.local()
+
+
+def open_reports() -> list[Report]:
+    """Return the reports of the blocks that this thread is in."""
+    if not hasattr(_THREAD, "reports"):
+        _THREAD.reports = []
+    return _THREAD.reports
+
+
+def add(entry: Entry) -> None:
+    """Count a call in all reports that are open."""
+    for report in (PROGRAM, *open_reports()):
+        report.counts[entry] += 1
+
+
+def user_place() -> str:
+    """Return file and line of the innermost function that is of no library."""
+    frame = sys._getframe(1)
+    own = None
+    while frame is not None:
+        package = frame.f_globals.get("__name__", "").partition(".")[0]
+        line = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        if package not in _LIBRARIES:
+            return line
+        # The tests of a library are a part of it: then it is who called us.
+        if own is None and package not in _OURS:
+            own = line
+        frame = frame.f_back
+    return own or "unknown"
+
+
+def _text(size: int) -> str:
+    return f"{size / 2**20:.1f} MiB"

@@ -1,0 +1,57 @@
+"""`flax.linen.dot_product_attention`, which `linen.MultiHeadDotProductAttention` calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from flax_attn.everywhere.attention_fn import note
+from flax_attn.everywhere.core import arguments
+from flax_attn.everywhere.flax_attention import flax_attention
+from flax_attn.everywhere.target import LeftAlone, Place, Target
+
+_PRODUCTS = "einsum_dot_general", "qk_attn_weights_einsum", "attn_weights_value_einsum"
+
+
+def dot_product_attention(original: Callable, *args: Any, **kwargs: Any) -> Array:
+    """Return what `linen.dot_product_attention` returns.
+
+    Its softmax is in the dtype of the inputs, also in bfloat16; here it is in float32 at least.
+    """
+    call = arguments(original, *args, **kwargs)
+    for name in _PRODUCTS:
+        if call.pop(name, None) is not None:
+            raise LeftAlone(f"its products are computed by {name} of the caller")
+    heads = {jnp.shape(call[name])[-2:-1] for name in ("query", "key")}
+    if len(heads) > 1:
+        raise LeftAlone("query and key have different numbers of heads, which Linen refuses")
+    return flax_attention(**call)
+
+
+def dot_product_attention_weights(original: Callable, *args: Any, **kwargs: Any) -> Array:
+    """Leave alone what returns the weights: they are what others save."""
+    raise LeftAlone("it returns all weights, so that there is nothing to save")
+
+
+def multi_head_attention(original: Callable, module: Any, *args: Any, **kwargs: Any) -> Array:
+    """Call a module, and note an attention function that is not Flax's."""
+    note(module.attention_fn)
+    return original(module, *args, **kwargs)
+
+
+_MODULE = "flax.linen.attention"
+TARGET = Target(
+    name="linen",
+    package="flax",
+    versions=">=0.12.8,<0.13",
+    places=(
+        Place(_MODULE, "dot_product_attention", dot_product_attention, "flax.linen"),
+        Place(
+            _MODULE, "dot_product_attention_weights", dot_product_attention_weights, "flax.linen"
+        ),
+        Place(_MODULE, "MultiHeadDotProductAttention.__call__", multi_head_attention, "flax.linen"),
+    ),
+)

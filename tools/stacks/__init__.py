@@ -1,0 +1,1 @@
+"""Stacks of other libraries' layers, as they are and under `flax_attn.everywhere`."""

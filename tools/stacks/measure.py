@@ -1,0 +1,65 @@
+"""Measures one stack, in a process of its own: both ways in turns, the least time of each."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import psutil
+
+from flax_attn.everywhere import everywhere
+from tools.stacks.models import MODELS, WIDTH
+
+WAYS = {"without": False, "under": True}
+
+
+def measure(library: str, tokens: int, training: bool, layers: int, turns: int) -> dict[str, Any]:
+    """Return the seconds and the bytes of a program, as it is and under `everywhere`.
+
+    The bytes are those that XLA reserves beside weights, inputs and outputs. A program that takes
+    more than the memory of the machine is not run. Without turns nothing is run.
+    """
+    x = jax.random.normal(jax.random.key(1), (1, tokens, WIDTH))
+    forward, weights = MODELS[library](layers, x)
+    run = _step(forward) if training else forward
+    programs = {way: _compiled(run, weights, x, on) for way, on in WAYS.items()}
+    found = {}
+    for way, program in programs.items():
+        found[way] = {"bytes": program.memory_analysis().temp_size_in_bytes, "seconds": None}
+    room = psutil.virtual_memory().total
+    for _ in range(turns):
+        for way, program in programs.items():
+            if found[way]["bytes"] < room * 0.8:
+                found[way]["seconds"] = _least(found[way]["seconds"], program, weights, x)
+    return found
+
+
+def _step(forward: Callable) -> Callable:
+    def loss(weights: Any, x: jax.Array) -> jax.Array:
+        return jnp.mean(forward(weights, x) ** 2)
+
+    def step(weights: Any, x: jax.Array) -> Any:
+        gradients = jax.grad(loss)(weights, x)
+        return jax.tree.map(lambda weight, gradient: weight - 1e-3 * gradient, weights, gradients)
+
+    return step
+
+
+def _compiled(run: Callable, weights: Any, x: jax.Array, on: bool) -> Any:
+    if not on:
+        return jax.jit(run).lower(weights, x).compile()
+    with everywhere(strict=True) as report:
+        program = jax.jit(run).lower(weights, x).compile()
+    if not report.taken:
+        raise RuntimeError("no call was computed by flax_attn")
+    return program
+
+
+def _least(before: float | None, program: Any, *arguments: Any) -> float:
+    start = time.perf_counter()
+    jax.block_until_ready(program(*arguments))
+    seconds = time.perf_counter() - start
+    return seconds if before is None else min(before, seconds)
