@@ -1,7 +1,6 @@
-from . import adapters, convert, models, parity, sharding, training
+from . import convert, models, parity, sharding, training
 from .attention import attend, attend_one_head, dot_product_attention, single_head_attention
 from .backends.call import Unsupported
-from .everywhere import everywhere
 from .functional.cache import KVCache
 from .functional.cache_base import Cache
 from .functional.causal_mask import create_causal_mask
