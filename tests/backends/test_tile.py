@@ -7,6 +7,7 @@ import pytest
 
 from flax_attn import KeyedDropout
 from flax_attn.backends import tile
+from flax_attn.backends.softmax import Softmax
 from flax_attn.functional.dropout import keep_mask, key_data, threefry_2x32
 
 HIDE = -jnp.inf
@@ -89,3 +90,11 @@ def test_dropout_drops_what_the_whole_call_drops():
     at = jnp.full((1, 1), 1), jnp.full((1, 1), 2)
     keep = keep_mask(KeyedDropout(rate, KEY), *at, rows, cols)
     np.testing.assert_array_equal(factors, jnp.where(keep, jnp.float32(1 / 0.6), 0))
+
+
+def test_a_sink_of_minus_infinity_has_no_gradient_in_a_row_that_sees_nothing():
+    query = jnp.ones((1, 2, 1, 4))
+    found = Softmax.over_nothing(query, 4, FLOAT).with_sinks(jnp.array([HIDE]))
+    gradient = found.sinks_gradient(jnp.array([HIDE]), query)
+    assert gradient is not None
+    np.testing.assert_array_equal(gradient, jnp.zeros(1))
