@@ -29,7 +29,7 @@ parity against: export JAX_DISABLE_MOST_OPTIMIZATIONS ?= 1
 # What an old dependency can break: whatever calls one.
 OLDEST_TESTS := tests/modules/test_cache.py tests/training tests/models tests/sharding/test_parameters.py tests/test_cli_generate.py
 
-.PHONY: help parity against faults distributed test fuzz right bench field field-by-hand everywhere tpu gpu plan lint format tables docs docs-look docs-links dist test-newest test-oldest test-gpu clean
+.PHONY: help parity against faults distributed test fuzz right bench field field-by-hand everywhere tpu gpu plan lint format tables docs docs-look docs-links dist test-newest test-oldest test-gpu test-fused clean
 
 help:
 	@echo 'make parity       prove that every variant equals its PyTorch twin'
@@ -59,6 +59,7 @@ help:
 	@echo 'make test-newest  run the JAX-only tests on the newest Python, JAX and Flax, without torch'
 	@echo 'make test-oldest  run some of them on the oldest dependencies that pyproject.toml allows'
 	@echo 'make dist         build the distributions, check them, and try the wheel on Python 3.11 to 3.13, without torch'
+	@echo 'make test-fused   run the Pallas kernels on every case of the conformance suite in the interpreter, as on GPU and on TPU'
 	@echo 'make test-gpu     build cuDNN kernels for an H200 without one, for all that the backend says it takes'
 	@echo 'make clean        remove the environments and caches'
 
@@ -118,6 +119,10 @@ else
 	@grep -v '^#' docs/plans.txt | while read -r line; do .venv-tpu/bin/flax-attn plan $$line --markdown; done \
 		| awk 'NR < 3 || !/^\| (model|---) /'
 endif
+
+# Every case of the conformance suite in Pallas's interpreter, in the form of a GPU and in that of a TPU.
+test-fused: .venv/installed
+	FLAX_ATTN_ALL_OF_FUSED=1 $(BIN)/pytest tests/backends/test_fused.py $(ARGS)
 
 test-gpu: .venv-gpu/installed
 	.venv-gpu/bin/pytest -ra tests/backends/test_cudnn_kernels.py tests/tools/test_aot.py $(ARGS)

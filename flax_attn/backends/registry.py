@@ -17,6 +17,7 @@ BACKENDS = (
     "reference",
     "cudnn",
     "splash",
+    "fused",
     "blocked",
     "tokamax",
 )

@@ -93,8 +93,11 @@ class Softmax:
         """Return the gradient of the sinks, `-sum w (o do)`, w being a sink's weight in its row."""
         if sinks is None:
             return None
-        delta = rearrange((self.output * cotangent).sum(axis=-1), "b t n -> b n t 1")
-        weight = jnp.exp(_of_rows(sinks, self.top.dtype) - self.top) / self.total
+        output, cotangent = (x.astype(self.top.dtype) for x in (self.output, cotangent))
+        delta = rearrange((output * cotangent).sum(axis=-1), "b t n -> b n t 1")
+        # A row that sees neither a key nor its sink has a sum of 0.
+        total = jnp.where(self.total == 0, 1, self.total)
+        weight = jnp.exp(_of_rows(sinks, self.top.dtype) - self.top) / total
         return -(weight * delta).sum(axis=(0, 2, 3)).astype(sinks.dtype)
 
 

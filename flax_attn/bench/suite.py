@@ -138,7 +138,7 @@ def default_backends(platform: str) -> tuple[str, ...]:
 
     Example:
         >>> default_backends("tpu")
-        ('auto', 'splash', 'blocked')
+        ('auto', 'splash', 'fused', 'blocked')
     """
     # The formula is in no table but that of growth: it is the reference, and no rival.
     special = [name for name in BACKENDS if platform in (load(name).platforms or ())]

@@ -50,7 +50,7 @@ class Where(Positioned):
 
     def allow(self, rows, cols):
         reads_b, reads_n, reads_i, reads_j = self.function.program.reads
-        i = self._positions(rows)[:, 0, :, 0]
+        i = self.positions(rows)[:, 0, :, 0]
         j = cols.reshape(1, -1)
         # An index that the function does not read gets one value, so that its axis has size 1.
         i = i if reads_i else i[:1, :1]
@@ -62,7 +62,8 @@ class Where(Positioned):
         b = b if len(i) == 1 else jnp.broadcast_to(b, len(i))
         return self.function.over((), b, n, i, j)
 
-    def _positions(self, rows):
+    def positions(self, rows):
+        """Return the positions `(#b, 1, t, 1)` of queries at indices `(1, 1, t, 1)`."""
         offset = as_int32(0 if self.offset is None else self.offset).reshape(-1, 1, 1, 1)
         # The sum ends at the largest int32, and does not wrap around.
         return rows + jnp.minimum(offset, jnp.iinfo(jnp.int32).max - jnp.maximum(rows, 0))

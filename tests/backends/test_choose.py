@@ -64,10 +64,10 @@ BUILT = native.library() is not None
         ("cpu", {"dtype": jnp.bfloat16}, "native" if BUILT else "blocked"),
         ("cpu", {"dropout": KeyedDropout(0.1, jnp.zeros(2, jnp.uint32))}, "blocked"),
         ("gpu", {"dtype": jnp.bfloat16}, "cudnn"),
-        ("gpu", {"dtype": jnp.bfloat16, "soft_cap": 2.0}, "blocked"),
-        ("gpu", {}, "blocked"),
+        ("gpu", {"dtype": jnp.bfloat16, "soft_cap": 2.0}, "fused"),
+        ("gpu", {}, "fused"),
         ("tpu", {"mask": Mask.causal()}, "splash"),
-        ("tpu", {"dropout": KeyedDropout(0.1, jnp.zeros(2, jnp.uint32))}, "blocked"),
+        ("tpu", {"dropout": KeyedDropout(0.1, jnp.zeros(2, jnp.uint32))}, "fused"),
     ],
 )
 @pytest.mark.usefixtures("plugin", "no_shape_checks")
@@ -159,7 +159,7 @@ TAKES = {
     **dict.fromkeys(
         ("decode", "reference", "blocked"), ("float64", "float32", "bfloat16", "float16")
     ),
-    **dict.fromkeys(("native",), ("float32", "bfloat16", "float16")),
+    **dict.fromkeys(("native", "fused"), ("float32", "bfloat16", "float16")),
     **dict.fromkeys(("cudnn", "tokamax"), ("bfloat16", "float16")),
     "splash": ("float32", "bfloat16"),
 }

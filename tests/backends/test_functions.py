@@ -271,9 +271,7 @@ def test_an_eager_call_compiles_its_loops_once(tiles):
     assert [compiled(kept) for _ in range(3)] == [1, 0, 0]
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in BACKENDS if name not in ("reference", "decode", "blocked")]
-)
+@pytest.mark.parametrize("name", [name for name in BACKENDS if "score" not in load(name).honours])
 def test_other_backends_refuse_a_function_of_scores_by_its_name(name):
     on = {"native": "cpu", "splash": "cpu"}.get(name, "gpu")
     x = jax.ShapeDtypeStruct((1, 128, 2, 64), jnp.bfloat16 if on == "gpu" else jnp.float32)
@@ -291,11 +289,12 @@ def test_auto_goes_where_functions_run():
     x = jax.ShapeDtypeStruct((1, 4096, 2, 64), jnp.float32)
     for platform in ("cpu", "gpu", "tpu"):
         found = explain(x, x, x, mask=Mask.where(lambda b, n, i, j: i > j), platform=platform)
-        assert found.backend == "blocked"
+        kernel = "blocked" if platform == "cpu" else "fused"
+        assert found.backend == kernel
         assert "Where" in (found.refusals["native"] + found.refusals["splash"]) or platform == "gpu"
         assert (
             explain(x, x, x, score=lambda score, b, n, i, j: score, platform=platform).backend
-            == "blocked"
+            == kernel
         )
     with pytest.raises(Unsupported, match="native takes no score"):
         dot_product_attention(

@@ -1,0 +1,166 @@
+"""A function of indices in two halves, of which a kernel computes the second.
+
+What follows from the query alone, or from the key alone, is computed before, with gathers and
+whatever else it takes: `slopes[n]`, `documents[i]` and `documents[j]` are arrays of `(b, n, t, 1)`
+or `(b, n, 1, s)`. What needs both is arithmetic of such numbers, which a kernel does tile by tile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
+from jaxtyping import Array
+
+from flax_attn.functional.traced import IndexFunction
+
+# What Pallas has for a tile on every chip; all else is refused.
+_ARITHMETIC = {
+    "add", "sub", "mul", "div", "rem", "neg", "abs", "sign", "max", "min", "pow", "integer_pow",
+    "square", "exp", "exp2", "log", "log1p", "tanh", "logistic", "sqrt", "rsqrt", "floor",
+    "select_n", "eq", "ne", "lt", "le", "gt", "ge", "and", "or", "xor", "not", "clamp", "copy",
+    "convert_element_type", "stop_gradient", "shift_left", "shift_right_logical",
+    "shift_right_arithmetic", "sin", "cos",
+}  # fmt: skip
+_CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "custom_jvp_call": "call_jaxpr"}
+_INDICES = "bnij"
+
+
+@dataclass(frozen=True)
+class Halves:
+    """A function in two halves.
+
+    Args:
+        function: function of `first` arguments and the four indices.
+        first: number of arguments before the indices: 1 for a function of scores, else 0.
+    """
+
+    function: IndexFunction
+    first: int
+
+    @property
+    def _jaxpr(self) -> Any:
+        return self.function.program.jaxpr
+
+    @cached_property
+    def _depends(self) -> dict[Any, frozenset[str]]:
+        # On which arguments each number of the function depends.
+        jaxpr = self._jaxpr
+        names = ("score",) * self.first + tuple(_INDICES)
+        found = {x: frozenset((name,)) for x, name in zip(jaxpr.invars, names, strict=True)}
+        for eqn in jaxpr.eqns:
+            taken = (found.get(x, frozenset()) for x in eqn.invars if not isinstance(x, Literal))
+            depends = frozenset().union(*taken)
+            found |= dict.fromkeys(eqn.outvars, depends)
+        return found
+
+    def _is_outside(self, x: Any) -> bool:
+        depends = self._depends.get(x, frozenset())
+        return "score" not in depends and not depends >= {"i", "j"}
+
+    @property
+    def _inside(self) -> list[Any]:
+        return [eqn for eqn in self._jaxpr.eqns if not self._is_outside(eqn.outvars[0])]
+
+    @cached_property
+    def between(self) -> list[Any]:
+        """The numbers that the first half hands to the second."""
+        taken = [x for eqn in self._inside for x in eqn.invars] + list(self._jaxpr.outvars)
+        outside = [x for x in taken if not isinstance(x, Literal) and self._is_outside(x)]
+        return list(dict.fromkeys(outside))
+
+    @property
+    def refused(self) -> str | None:
+        """The first operation of the second half that a kernel cannot compute, or None."""
+        if any(x.aval.shape for x in self.between):
+            return "an array that is indexed by both a query and a key"
+        return next(_refused(self._inside), None)
+
+    def arrays(self, b: Array, n: Array, i: Array, j: Array) -> list[Array]:
+        """Return the numbers of the first half, each as an array that broadcasts over all indices.
+
+        The indices are `b` `(b,)`, `n` `(n,)`, `i` `(#b, t)` and `j` `(#b, s)`.
+        """
+        return [self._array(x, b, n, i, j) for x in self.between]
+
+    def _array(self, x: Any, b: Array, n: Array, i: Array, j: Array) -> Array:
+        depends = self._depends.get(x, frozenset())
+        i = i if "i" in depends else i[:1, :1]
+        j = j if "j" in depends else j[:1, :1]
+        b = b if "b" in depends or max(len(i), len(j)) > 1 else b[:1]
+        n = n if "n" in depends else n[:1]
+        own = _needed(self._jaxpr.eqns, x)
+        part = self._jaxpr.replace(eqns=own, outvars=[x])
+        # No number of the first half depends on the scores.
+        scores = (jnp.float32(0),) * self.first
+
+        def one(*indices: Array) -> Array:
+            return _run(part, self.function.arrays, *scores, *indices)
+
+        over_keys = jax.vmap(one, (None, None, None, 0))
+        over_queries = jax.vmap(over_keys, (None, None, 0, None))
+        over_heads = jax.vmap(over_queries, (None, 0, None, None))
+        i_axis, j_axis = (None if len(x) == 1 else 0 for x in (i, j))
+        over_rows = jax.vmap(over_heads, (0, None, i_axis, j_axis))
+        i, j = (x[0] if len(x) == 1 else x for x in (i, j))
+        return over_rows(b, n, i, j)
+
+    def apply(self, scores: Sequence[Array], between: Sequence[Array]) -> Array:
+        """Return the results of a tile `(t, s)`, given scores and the tiles of the first half."""
+        # What is between stands in the place of the captured arrays, unless it is an index itself.
+        indices = self._jaxpr.invars[self.first :]
+        constants = [x for x in self.between if x not in indices]
+        part = self._jaxpr.replace(constvars=constants, eqns=self._inside)
+
+        def one(*numbers: Array) -> Array:
+            found = dict(zip(self.between, numbers[self.first :], strict=True))
+            given = (found[x] if x in found else jnp.int32(0) for x in indices)
+            return _run(part, [found[x] for x in constants], *numbers[: self.first], *given)
+
+        shape = jnp.broadcast_shapes(*(x.shape for x in (*scores, *between)))
+        dtypes = [x.dtype for x in scores] + [x.aval.dtype for x in self.between]
+        pairs = zip((*scores, *between), dtypes, strict=True)
+        tiles = [jnp.broadcast_to(_as(x, dtype), shape) for x, dtype in pairs]
+        return jax.vmap(jax.vmap(one))(*tiles)
+
+
+def in_memory(x: Array) -> Array:
+    """Return numbers in a dtype of 32 bits, which every chip reads."""
+    if x.dtype.itemsize >= 4:
+        return x
+    is_float = jnp.issubdtype(x.dtype, jnp.floating)
+    return x.astype(jnp.float32 if is_float else jnp.int32)
+
+
+def _as(x: Array, dtype: Any) -> Array:
+    # Booleans are in memory as integers.
+    return x != 0 if jnp.issubdtype(dtype, jnp.bool_) else x.astype(dtype)
+
+
+def _refused(eqns: Sequence[Any]) -> Iterator[str]:
+    for eqn in eqns:
+        name = eqn.primitive.name
+        if name in _CALLS:
+            called = eqn.params[_CALLS[name]]
+            yield from _refused(getattr(called, "jaxpr", called).eqns)
+        elif name not in _ARITHMETIC or any(x.aval.shape for x in (*eqn.invars, *eqn.outvars)):
+            yield name
+
+
+def _needed(eqns: Sequence[Any], x: Any) -> list[Any]:
+    needed, found = {x}, []
+    for eqn in reversed(eqns):
+        if needed.intersection(eqn.outvars):
+            needed.update(y for y in eqn.invars if not isinstance(y, Literal))
+            found.append(eqn)
+    return found[::-1]
+
+
+def _run(jaxpr: Any, constants: Sequence[Array], *arguments: Array) -> Array:
+    (result,) = jaxpr_as_fun(ClosedJaxpr(jaxpr, list(constants)))(*arguments)
+    return result

@@ -1,0 +1,249 @@
+"""The scores of one tile in a kernel, and their gradients, from what it read of the call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from numbers import Real
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+from flax_attn.backends import tile
+from flax_attn.backends.call import Call
+from flax_attn.backends.fused.functions import Halves
+from flax_attn.backends.fused.kernel import Coordinates, Read, Tiling
+from flax_attn.backends.fused.operands import apart, score_halves
+from flax_attn.functional.mask_function import Where
+from flax_attn.functional.mask_part import MaskPart
+from flax_attn.functional.mask_parts import Segments
+
+SUMS = jnp.dtype(jnp.float32)  # every dtype that a kernel takes is summed in it
+
+
+class Tokens(NamedTuple):
+    """Queries, keys or values of a tile, without what is not finite.
+
+    Args:
+        numbers: numbers, with zeros for tokens that are not finite or lie beyond the last.
+        finite: which tokens are finite, `(tokens, 1)`.
+    """
+
+    numbers: Array
+    finite: Array
+
+    @property
+    def nan(self) -> Array:
+        """NaN for tokens that are not finite, else 0, `(tokens, 1)`."""
+        return jnp.where(self.finite, 0, jnp.nan).astype(SUMS)
+
+
+def tokens(x: Array, first: Any, count: int) -> Tokens:
+    """Return the tokens of a tile that begins at `first`, of `count` in the call."""
+    x = without_beyond(x, first, count)
+    # 0 * x is 0 or NaN.
+    finite = (x.astype(SUMS) * 0).sum(axis=1, keepdims=True) == 0
+    return Tokens(_select(finite, x), finite)
+
+
+def without_beyond(x: Array, first: Any, count: int) -> Array:
+    """Return a tile with zeros for tokens beyond the last, where anything may stand."""
+    rows = x.shape[0]
+    if count % rows == 0:
+        return x
+    index = first + lax.broadcasted_iota(jnp.int32, (rows, 1), 0)
+    return _select(index < count, x)
+
+
+def _select(condition: Array, x: Array) -> Array:
+    return jnp.where(condition, x, jnp.zeros_like(x))
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What all tiles of a call share.
+
+    Args:
+        call: call, whose arrays the kernel reads through operands.
+        tiling: sizes of the tiles.
+    """
+
+    call: Call
+    tiling: Tiling
+
+    def queries(self, x: Array, at: Coordinates) -> Tokens:
+        """Return a tile of queries, or of what has a row for each."""
+        return tokens(x, at["t"] * self.tiling.t, self.call.shape[2])
+
+    def keys(self, x: Array, at: Coordinates) -> Tokens:
+        """Return a tile of keys or values."""
+        return tokens(x, at["s"] * self.tiling.s, self.call.shape[3])
+
+    def dot(self, a: Array, b: Array) -> Array:
+        """Return `a @ b`, of which b has the dtype that products read."""
+        return self._product(a.astype(b.dtype), b, ((1,), (0,)))
+
+    def dot_transposed(self, a: Array, b: Array) -> Array:
+        """Return `a @ b^T`."""
+        return self._product(a, b, ((1,), (1,)))
+
+    def _product(self, a: Array, b: Array, axes: tuple) -> Array:
+        options: Any = {"precision": self.call.precision, "preferred_element_type": SUMS}
+        return lax.dot_general(a, b, (axes, ((), ())), **options)
+
+    def products(self, query: Tokens, key: Tokens) -> Array:
+        """Return the products of a tile, before they are scaled."""
+        return self.dot_transposed(query.numbers, key.numbers)
+
+    def scaled(self, read: Read, products: Array) -> Array:
+        """Return products or gradients times the scale."""
+        if isinstance(self.call.scale, Real):
+            return products * float(self.call.scale)
+        return products * read("scale")
+
+    def tile(
+        self, read: Read, at: Coordinates, products: Array, nan: tuple[Array, Array]
+    ) -> tile.TileScores:
+        """Return the scores of a tile; `nan` are those of queries `(t, 1)` and of keys `(s, 1)`."""
+        bias = read("bias").astype(SUMS) if self.call.bias is not None else None
+        of_queries, of_keys = nan
+        return tile.scores(
+            self.scaled(read, products),
+            bias,
+            self.visible(read, at),
+            self.call.soft_cap,
+            function=self.function(read),
+            more=of_queries + of_keys.T,
+        )
+
+    def function(self, read: Read) -> Callable[..., Array] | None:
+        """Return the function of scores in a tile: of them, and of what it captured, read here."""
+        halves = score_halves(self.call)
+        if halves is None:
+            return None
+        # Read before it is differentiated.
+        tiles = {f"score {at}": read(f"score {at}") for at in range(len(halves.between))}
+
+        def function(scores: Array, other: Mapping[str, Array] = MappingProxyType({})) -> Array:
+            return halves.apply([scores], [*(tiles | dict(other)).values()])
+
+        return function
+
+    def visible(self, read: Read, at: Coordinates) -> Array:
+        """Return what the mask shows in a tile, and not beyond the last query and key."""
+        t, s = self.tiling.t, self.tiling.s
+        cols = at["s"] * s + lax.broadcasted_iota(jnp.int32, (1, s), 1)
+        seen = (cols >= read("start")) & (cols < read("stop"))
+        if self.call.shape[2] % t:
+            rows = at["t"] * t + lax.broadcasted_iota(jnp.int32, (t, 1), 0)
+            seen = seen & (rows < self.call.shape[2])
+        for number, part in enumerate(apart(self.call.mask)):
+            seen = seen & _shown(part, number, read)
+        return jnp.broadcast_to(seen, (t, s))
+
+    def factors(self, read: Read) -> Array | None:
+        """Return the factors of dropout of a tile, or None."""
+        dropout = self.call.dropout
+        if dropout is None:
+            return None
+        head_key = read("head key 0"), read("head key 1")
+        counters = read("query counter"), read("key counter")
+        return tile.dropout_factors(head_key, *counters, dropout.rate, SUMS)
+
+
+def _shown(part: MaskPart, number: int, read: Read) -> Array:
+    if isinstance(part, Segments):
+        return read(f"query segments {number}") == read(f"key segments {number}")
+    if isinstance(part, Where):
+        halves = Halves(part.function, 0)
+        tiles = [read(f"function {at} of {number}") for at in range(len(halves.between))]
+        return halves.apply([], tiles)
+    return read(f"dense {number}") != 0
+
+
+class Weights(NamedTuple):
+    """What backward needs of a tile.
+
+    Args:
+        dropped: weights as they met the values.
+        d_scores: gradient of the scaled products.
+        products: products before they were scaled.
+        captured: gradient of what the function of scores captured, or None.
+    """
+
+    dropped: Array
+    d_scores: Array
+    products: Array
+    captured: Array | None
+
+
+class Rows(NamedTuple):
+    """What backward reads of some queries.
+
+    Args:
+        query: queries.
+        cotangent: gradient of the output.
+        top: maximum of the softmax, `(t, 1)`.
+        total: sum of the softmax, `(t, 1)`.
+        delta: sum of the output times its gradient, `(t, 1)`.
+    """
+
+    query: Tokens
+    cotangent: Array
+    top: Array
+    total: Array
+    delta: Array
+
+
+def weights(
+    scores: Scores,
+    read: Read,
+    at: Coordinates,
+    rows: Rows,
+    key: Tokens,
+    value: Tokens,
+    captured: tuple[str, Array] | None = None,
+) -> Weights:
+    """Return the weights of a tile, computed again, and the gradient of its scores.
+
+    `captured` is the name and the tile of what the function of scores captured, whose gradient is
+    asked for.
+    """
+    products = scores.products(rows.query, key)
+    nan = jnp.where(key.finite & value.finite, 0, jnp.nan).astype(SUMS)
+    found = scores.tile(read, at, products, (rows.query.nan, nan))
+    exps = jnp.exp(found.masked - rows.top) / jnp.where(rows.total == 0, 1, rows.total)
+    # Zero where hidden, also in a row that is NaN.
+    own = jnp.where(found.masked == -jnp.inf, 0, exps)
+    d_weights = scores.dot_transposed(rows.cotangent, value.numbers)
+    factors = scores.factors(read)
+    dropped = own
+    if factors is not None:
+        dropped, d_weights = own * factors, d_weights * factors
+    function = scores.function(read)
+    pull = None if function is None else partial(_pull, function, captured)
+    gradients = tile.score_gradients(
+        own, d_weights, rows.delta, found.capped, scores.call.soft_cap, pull
+    )
+    d_captured = gradients.captured[0] if gradients.captured else None
+    return Weights(dropped, gradients.scores, products, d_captured)
+
+
+def _pull(
+    function: Callable[..., Array],
+    captured: tuple[str, Array] | None,
+    capped: Array,
+    cotangent: Array,
+) -> tuple[Array, tuple[Array, ...]]:
+    if captured is None:
+        _, pullback = jax.vjp(function, capped)
+        return pullback(cotangent)[0], ()
+    name, own = captured
+    _, pullback = jax.vjp(lambda x, own: function(x, {name: own}), capped, own)
+    d_capped, d_own = pullback(cotangent)
+    return d_capped, (d_own,)

@@ -1,0 +1,188 @@
+"""The kernels of `fused` in Pallas's interpreter, in the form of a GPU and in that of a TPU.
+
+A share of the cases runs always; `make test-fused` sets FLAX_ATTN_ALL_OF_FUSED and runs all.
+"""
+
+import os
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from flax_attn import Mask, dot_product_attention
+from flax_attn.backends import fused
+from flax_attn.backends.call import prepare
+from flax_attn.backends.choose import refusal
+from flax_attn.backends.fused import interpreted
+from flax_attn.parity import tolerance
+
+from .conformance import CASES, FAST
+from .test_conformance import LOWER, TOGETHER, Run, check, pairs, results
+
+ALL = bool(os.environ.get("FLAX_ATTN_ALL_OF_FUSED"))
+
+
+REFUSES = {
+    "got an array that is indexed by both a query and a key in": lambda case: (
+        case.name == "function by row and head at an offset a row"
+    )
+}
+# Of one key the weight is 1 and the gradients of query and key are 0 in truth: what rounding leaves
+# of them has nothing to be compared with.
+OF_ONE_KEY = {
+    "causal that shows one key to one query", "sliding window of one", "one query and one key",
+    "one key",
+}  # fmt: skip
+EVERY = tuple(name for name in CASES if name not in OF_ONE_KEY)
+RUNS = [
+    Run("fused", "float32", "gpu", REFUSES, EVERY if ALL else TOGETHER[2::6]),
+    Run("fused", "float32", "tpu", REFUSES, EVERY if ALL else TOGETHER[4::6]),
+    Run("fused", "bfloat16", "gpu", REFUSES, LOWER if ALL else LOWER[3:4]),
+    Run("fused", "bfloat16", "tpu", REFUSES, LOWER if ALL else LOWER[9:10]),
+    Run("fused", "float16", "gpu", REFUSES, LOWER if ALL else LOWER[10:11]),
+]
+
+
+@pytest.fixture(autouse=True)
+def in_the_interpreter():
+    with interpreted(16, 16):
+        yield
+
+
+@pairs(RUNS)
+def test_equals_the_reference(run, case, monkeypatch):
+    monkeypatch.setattr("flax_attn.backends.call.platform_of", lambda _: run.platform)
+    check(case, results(case, run.backend, run.dtype), run.dtype)
+
+
+PLATFORMS = pytest.mark.parametrize("platform", ["gpu", "tpu"])
+T, S, N = 20, 37, 4
+DOCUMENTS = np.arange(S) // 9
+BIASED = jax.random.normal(jax.random.key(7), (T,))
+
+
+@pytest.fixture
+def on(monkeypatch):
+    return lambda platform: monkeypatch.setattr(
+        "flax_attn.backends.call.platform_of", lambda _: platform
+    )
+
+
+def draw(*shape, seed=0):
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+def alibi(slopes, score, b, n, i, j):
+    return score - jax.nn.softplus(slopes[n]) * abs(i - j).astype(score.dtype)
+
+
+def by_query(shifts, score, b, n, i, j):
+    return jnp.where(i % 3 == 0, score * shifts[b, n, i], score)
+
+
+def by_key(shifts, score, b, n, i, j):
+    return jnp.tanh(score + shifts[n, j]) * 2
+
+
+FUNCTIONS = {
+    "of a head": (alibi, draw(N, seed=3)),
+    "of a query": (by_query, draw(2, N, T, seed=4)),
+    "of a key": (by_key, draw(N, S, seed=5)),
+}
+
+
+@PLATFORMS
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_of_scores_with_the_gradients_of_what_they_capture(platform, name, on):
+    on(platform)
+    function, captured = FUNCTIONS[name]
+    arrays = draw(2, T, N, 8), draw(2, S, 2, 8, seed=1), draw(2, S, 2, 8, seed=2)
+    documents = jnp.asarray(DOCUMENTS)
+    mask = Mask.where(lambda b, n, i, j: (documents[i] == documents[j]) | (j < 5 * n + 1))
+    cotangent = draw(2, T, N, 8, seed=6)
+
+    def loss(arrays, captured, backend):
+        options = {"score": partial(function, captured), "backend": backend}
+        output = dot_product_attention(*arrays, mask=mask, **options)
+        return (output * cotangent).sum()
+
+    def gradients(backend):
+        found = jax.jit(jax.grad(loss, (0, 1)), static_argnums=2, compiler_options=FAST)
+        inputs, of_captured = found(arrays, captured, backend)
+        names = "query", "key", "value", "captured"
+        return dict(zip(names, map(np.asarray, (*inputs, of_captured)), strict=True))
+
+    errors = tolerance.reordered(gradients("fused"), gradients("blocked"))
+    assert max(errors.values()) <= 1, errors
+
+
+REFUSALS = {
+    "wider than 256": (
+        {"h": 264},
+        "takes head widths up to 256, whose tiles fit every chip; got h",
+    ),
+    "float16 on TPU": ({"dtype": "float16", "platform": "tpu"}, "no float16 on TPU"),
+    "float64": ({"dtype": "float64"}, "fused takes float32, bfloat16, float16; got dtype float64"),
+    "an algorithm": (
+        {"precision": jax.lax.DotAlgorithmPreset.F32_F32_F32},
+        "takes a precision that has a name; got the algorithm",
+    ),
+    "a table of both": (
+        {"score": lambda score, b, n, i, j: score + BIASED[i - j]},
+        "got an array that is indexed by both a query and a key in <lambda>",
+    ),
+    "no arithmetic": (
+        {"score": lambda score, b, n, i, j: score + jax.lax.lgamma(score)},
+        "got lgamma in <lambda>",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+@pytest.mark.usefixtures("no_shape_checks")
+def test_refuses_by_name(name):
+    options, reason = dict(REFUSALS[name][0]), REFUSALS[name][1]
+    h, dtype = options.pop("h", 8), options.pop("dtype", "float32")
+    platform = options.pop("platform", "gpu")
+    with jax.enable_x64(dtype == "float64"):
+        x = jax.ShapeDtypeStruct((1, 9, 2, h), dtype)
+        found = jax.eval_shape(lambda x: prepare(x, x, x, platform=platform, **options), x)
+    assert reason in (refusal(fused.BACKEND, found) or "")
+
+
+def test_refuses_x64():
+    x = draw(1, 9, 2, 8)
+    with jax.enable_x64(True):
+        call = prepare(x, x, x, platform="gpu")
+        reason = refusal(fused.BACKEND, call) or ""
+    assert reason.startswith("fused does not compile with jax_enable_x64; got True.")
+
+
+def test_refuses_a_gpu_and_a_jax_that_are_too_old(monkeypatch):
+    x = draw(1, 9, 2, 8)
+    call = prepare(x, x, x, platform="gpu")
+    assert refusal(fused.BACKEND, call) is None
+    monkeypatch.setattr(fused, "compute_capability", lambda: 7.5)
+    assert "compute capability 8.0 or newer; got 7.5" in (refusal(fused.BACKEND, call) or "")
+    monkeypatch.setattr(fused, "find_spec", lambda name: None)
+    assert "needs a JAX that lowers Pallas to Triton" in (refusal(fused.BACKEND, call) or "")
+
+
+@PLATFORMS
+def test_the_bits_of_a_row_are_those_of_its_query_and_keys_alone(platform, on):
+    on(platform)
+    query, key, value = draw(16, S, N, 8), draw(16, S, 2, 8, seed=1), draw(16, S, 2, 8, seed=2)
+
+    def attend(rows, first, stop):
+        mask = Mask.causal(first) & Mask.lengths(key=stop)
+        arrays = query[:rows, first:stop], key[:rows], value[:rows]
+        return jax.jit(partial(dot_product_attention, mask=mask, backend="fused"))(*arrays)
+
+    whole = attend(16, 0, S)
+    np.testing.assert_array_equal(attend(1, 0, S), whole[:1])
+    for chunk in (1, 19):
+        parts = [attend(2, i, min(i + chunk, S)) for i in range(0, S, chunk)][-2:]
+        found = jnp.concatenate(parts, axis=1)
+        np.testing.assert_array_equal(found, whole[:2, -found.shape[1] :])

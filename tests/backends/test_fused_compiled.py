@@ -1,0 +1,43 @@
+"""What `fused` compiles to for an H200 and for a TPU that are not there.
+
+The environments of `make gpu` and `make tpu` have what it takes; elsewhere all of it is skipped.
+"""
+
+import re
+
+import pytest
+
+from flax_attn.bench.calls import MODEL_CALLS, forward, forward_and_backward
+from tools.aot import gpu, tpu
+from tools.aot.compiled import compiled
+
+pytestmark = [
+    pytest.mark.usefixtures("no_shape_checks"),
+    pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning"),
+]
+
+LAUNCH = re.compile(r'custom_call_target="(tpu_custom_call|[^"]*triton[^"]*)"')
+CALLS = [MODEL_CALLS[at] for at in (0, 1, 2, 8, 9)]  # dropout, causal, packed, sinks, bias
+
+
+@pytest.fixture(scope="module", params=["gpu", "tpu"])
+def target(request):
+    targets = {"gpu": gpu.targets, "tpu": lambda: tpu.targets(("v5e",))}[request.param]()
+    try:
+        yield next(targets)
+    except ImportError as error:
+        pytest.skip(str(error))
+    targets.close()
+
+
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.name)
+def test_launches_one_kernel_forward_and_few_backward(call, target):
+    rows = call.arrays["query"].shape[0]
+    one = compiled(target, forward(call, "fused"), (call.arrays,), rows)
+    assert len(LAUNCH.findall(one.as_text() or "")) == 1
+    both = compiled(
+        target, forward_and_backward(call, "fused"), (call.arrays, call.cotangent), rows
+    )
+    # Queries; keys and values; the bias where it is learned.
+    backward = 2 + ("bias" in call.learned)
+    assert len(LAUNCH.findall(both.as_text() or "")) == 1 + backward
