@@ -136,10 +136,10 @@ def keep_mask(dropout: KeyedDropout, b: Index, n: Index, t: Index, s: Index) -> 
     seed = key_data(dropout.key).to(t.device)
     head_key = threefry_2x32((seed[0], seed[1]), (b, n))
     bits, _ = threefry_2x32(head_key, (t, s))
-    return bits >= _threshold(dropout.rate)
+    return bits >= threshold(dropout.rate)
 
 
-def _threshold(rate: float) -> int:
+def threshold(rate: float) -> int:
     """Return the least of the random integers of 32 bits that keep an element."""
     # A rate just below 1 would round to 2**32, which has 33 bits.
     largest = 2**32 - 1
