@@ -130,7 +130,7 @@ def test_backends_asks_about_the_calls_of_models(arguments, platforms, capsys, n
         line.split()[-1] for line in shown.splitlines() if "Attention of models" in line
     ] == platforms
     assert shown.count("T5 base encoder") == len(platforms)
-    assert "splash takes no bias; got shape (1, 12, 512," in shown
+    assert "splash takes no bias; got shape" in shown
 
 
 def test_bench_measures_one_shape_and_writes_all_that_was_measured(tmp_path, capsys, monkeypatch):

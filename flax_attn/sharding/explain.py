@@ -98,7 +98,7 @@ def explain(
         >>> found.backend, found.refusals["splash"]
         ('blocked', 'splash runs on TPU; got platform "gpu". Pass backend="auto"')
         >>> f"{1000 * found.seconds['blocked']:.1f} ms on {found.chip}"
-        '4.8 ms on h100'
+        '2.1 ms on h100'
     """
     backend = options.pop("backend", "auto")
     options.pop("return_weights", None)
