@@ -103,14 +103,17 @@ def test_show_writes_a_picture(tmp_path, capsys):
             ],
             "splash",
         ),
-        (["--platform", "tpu", "--dtype", "float64", "--keys", "4096", "--no-causal"], "blocked"),
+        (["--platform", "tpu", "--dtype", "float64", "--keys", "8192", "--no-causal"], "blocked"),
         (["--platform", "cpu", "--window", "100"], "native" if native.library() else "blocked"),
     ],
 )
 def test_backends_names_the_one_that_would_run_and_every_other(arguments, chosen, capsys):
     assert main(["backends", *arguments]) == 0
     first, *lines = capsys.readouterr().out.splitlines()
-    assert first == f"{chosen} runs on {arguments[1]}"
+    where = {"cpu": "cpu", "tpu": "tpu (v5e)"}[arguments[1]]
+    assert first == f"{chosen} runs on {where}"
+    faster = [line for line in lines if "would be the fastest" in line]
+    lines = [line for line in lines if line not in faster]
     assert [line[3:].split()[0] for line in lines] == list(BACKENDS)
     assert [line[:2] for line in lines].count("->") == 1
     assert next(line for line in lines if line.startswith("->")).startswith(f"-> {chosen} ")
@@ -126,7 +129,7 @@ def test_backends_asks_about_the_calls_of_models(arguments, platforms, capsys, n
         line.split()[-1] for line in shown.splitlines() if "Attention of models" in line
     ] == platforms
     assert shown.count("T5 base encoder") == len(platforms)
-    assert "splash takes no bias; got shape (1, 12, 512," in shown
+    assert "splash takes no bias; got shape" in shown
 
 
 def test_bench_measures_one_shape_and_writes_all_that_was_measured(tmp_path, capsys, monkeypatch):

@@ -4,6 +4,7 @@ from jaxtyping import Array
 
 from flax_attn.backends.call import Call, Floats
 from flax_attn.backends.softmax import Softmax
+from flax_attn.backends.work import KernelWork, fused
 
 
 class Backend:
@@ -37,7 +38,7 @@ class Backend:
     limits: str = ""
 
     def preferred(self, call: Call) -> bool:
-        """Return whether `"auto"` takes this backend for a call that it does not refuse."""
+        """Return whether `"auto"` may take this backend for a call that it does not refuse."""
         return False
 
     def refuse(self, call: Call) -> str | None:
@@ -62,3 +63,7 @@ class Backend:
     def memory(self, call: Call) -> int:
         """Return an estimate of the bytes of temporaries of one forward call."""
         raise NotImplementedError
+
+    def work(self, call: Call) -> KernelWork:
+        """Return what one forward call asks of a chip; as it stands, of one fused kernel."""
+        return fused(call, self.memory(call))

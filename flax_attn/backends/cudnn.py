@@ -1,5 +1,6 @@
 """cuDNN's fused attention on NVIDIA GPUs, in half precision, with memory linear in tokens."""
 
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 
@@ -12,7 +13,8 @@ from flax_attn.backends.backend import Backend
 from flax_attn.backends.band import Band, attend_band, has_lengths, is_band, sides
 from flax_attn.backends.call import Call, Unsupported
 from flax_attn.backends.dense import array_size, attend_dense, refuse_empty
-from flax_attn.backends.platform import compute_capability
+from flax_attn.backends.platform import asked_chip, compute_capability
+from flax_attn.backends.work import DENSE, FUSED, KernelWork, fused
 
 _FILLS = {"bfloat16": -(2.0**41), "float16": -(2.0**15)}  # what jax adds to a hidden score
 
@@ -38,7 +40,8 @@ class CuDNN(Backend):
     def refuse(self, call: Call) -> str | None:
         """Return why cuDNN cannot honour the call, or None."""
         capability = compute_capability()
-        if not any(find_spec(f"jax_cuda{major}_plugin") for major in (12, 13)):
+        here = asked_chip() is None
+        if here and not any(find_spec(f"jax_cuda{major}_plugin") for major in (12, 13)):
             return (
                 "cudnn needs the CUDA plugin of JAX, which is not installed: pip install"
                 ' "jax[cuda]"'
@@ -78,6 +81,11 @@ class CuDNN(Backend):
             return containment.memory(call)
         copies = 2 * b * width * (rows * n + cols * k)
         return (copies + (0 if _keeps(call) else array_size(call))) * call.query.dtype.itemsize
+
+    def work(self, call: Call) -> KernelWork:
+        """Return the work of a kernel, which a mask as an array slows down, and of a test."""
+        share = FUSED if _keeps(call) else DENSE
+        return replace(fused(call, self.memory(call), launches=4), share=share)
 
 
 def _refuse_bias(call: Call) -> str | None:

@@ -20,6 +20,7 @@ from flax_attn.backends.call import ARRAY_SCALE, Call
 from flax_attn.backends.containment import if_finite
 from flax_attn.backends.nonfinite import all_finite
 from flax_attn.backends.reference import with_weights
+from flax_attn.backends.work import KernelWork, arrays_moved, is_float32, products
 from flax_attn.functional.dtypes import accumulation_dtype
 from flax_attn.functional.reference import capped_scores, hide, masked_softmax
 
@@ -45,6 +46,12 @@ class Decode(Backend):
         """Return the bytes of the scores and the weights."""
         b, n, t, s = call.shape
         return 2 * b * n * t * s * accumulation_dtype(call.query.dtype).itemsize
+
+    def work(self, call: Call) -> KernelWork:
+        """Return the work of keys and values that are read once, and scores beside them."""
+        _, _, t, s = call.shape
+        moved = arrays_moved(call) + 2 * self.memory(call)
+        return KernelWork(8, products(call, t * s), moved, is_float32(call))
 
 
 @jax.custom_jvp

@@ -1,14 +1,84 @@
 """Where a computation runs."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import jax
 from jax.core import Tracer
 
-PLATFORMS = ("cpu", "gpu", "tpu")
+from attn_spec.checks import check_choice
+from flax_attn.backends.chips import CHIPS, USUAL, Chip, chip_named
 
-# Of GPUs that are compiled for from a machine without one, where only the name is known.
-_CAPABILITIES = {"A100": 8.0, "H100": 9.0, "H200": 9.0, "B200": 10.0, "B300": 10.3}
+PLATFORMS = ("cpu", "gpu", "tpu")
+_PLATFORM_NAMES = {"cuda": "gpu", "rocm": "gpu"}
+
+_ASKED = ContextVar[str | None]("asked", default=None)
+
+
+@contextmanager
+def asked_about(chip: str | None) -> Iterator[None]:
+    """Answer for a machine with such a chip, as it would be installed; None is this machine.
+
+    Example:
+        >>> with asked_about("h100"):
+        ...     compute_capability()
+        9.0
+    """
+    token = _ASKED.set(chip)
+    try:
+        yield
+    finally:
+        _ASKED.reset(token)
+
+
+def asked_chip() -> str | None:
+    """Return the name of the chip that is asked about, or None for this machine."""
+    return _ASKED.get()
+
+
+def machine(platform: str) -> tuple[str, str | None]:
+    """Return the platform that is asked about, and the name of its chip; None is this machine.
+
+    Args:
+        platform: platform, or the name of a chip. A GPU or TPU that is not attached is a usual one.
+
+    Raises:
+        ValueError: if it is neither.
+
+    Example:
+        >>> machine("a100"), machine("cpu")
+        (('gpu', 'a100'), ('cpu', None))
+    """
+    check_choice("platform", platform, (*PLATFORMS, *(x for x in CHIPS if x not in PLATFORMS)))
+    if platform not in PLATFORMS:
+        return CHIPS[platform].kind, platform
+    attached = {device.platform for device in jax.local_devices()}
+    here = platform == "cpu" or platform in {_PLATFORM_NAMES.get(x, x) for x in attached}
+    return platform, None if here else USUAL[platform]
+
+
+def chip_in_use(platform: str) -> Chip:
+    """Return the figures of the chip that is asked about, or that a computation would run on.
+
+    Those of a usual one where it is not in the table.
+
+    Example:
+        >>> with asked_about("b200"):
+        ...     chip_in_use("gpu").capability
+        10.0
+    """
+    name = asked_chip() or chip_named(_device_kind())
+    if name is None or CHIPS[name].kind != platform:
+        name = USUAL[platform]
+    return CHIPS[name]
+
+
+def _device_kind() -> str:
+    mesh = jax.sharding.get_abstract_mesh().abstract_device
+    device = jax.local_devices()[0] if mesh is None else mesh
+    return device.device_kind
 
 
 def platform_of(x: Any) -> str:
@@ -29,7 +99,7 @@ def platform_of(x: Any) -> str:
         platform = mesh.platform
     else:
         platform = getattr(default, "platform", default) or jax.default_backend()
-    return {"cuda": "gpu", "rocm": "gpu"}.get(platform, platform)
+    return _PLATFORM_NAMES.get(platform, platform)
 
 
 def may_be_partitioned() -> bool:
@@ -60,9 +130,12 @@ def compute_capability() -> float:
         >>> compute_capability() >= 0
         True
     """
+    asked = asked_chip()
+    if asked is not None:
+        return CHIPS[asked].capability
     device, mesh = jax.local_devices()[0], jax.sharding.get_abstract_mesh().abstract_device
     if mesh is None or mesh.device_kind == getattr(device, "device_kind", None):
         return float(getattr(device, "compute_capability", 0))
-    return next(
-        (capability for name, capability in _CAPABILITIES.items() if name in mesh.device_kind), 0.0
-    )
+    # Of a GPU that is compiled for from a machine without one only the name is known.
+    name = chip_named(mesh.device_kind)
+    return 0.0 if name is None else CHIPS[name].capability

@@ -7,12 +7,17 @@ from jaxtyping import Array
 from attn_spec.checks import DTYPES
 from flax_attn.backends.backend import Backend
 from flax_attn.backends.call import OPTIONS, Call
+from flax_attn.backends.platform import chip_in_use
+from flax_attn.backends.work import KernelWork, arrays_moved, products
 from flax_attn.functional.dtypes import accumulation_dtype
 from flax_attn.functional.reference import reference_attention
 
-# Up to this many scores a head, t * s, the formula itself is as quick and compiles sooner. Measured
-# on CPU, where the two cross between 32 and 64 tokens; guessed elsewhere.
-SHORT = {"cpu": 2048, "gpu": 256 * 256, "tpu": 256 * 256}
+# Up to this many scores a head, t * s, the formula itself is as quick on a CPU and compiles sooner:
+# the two cross between 32 and 64 tokens.
+SHORT = 2048
+# Share of the memory of an accelerator that its scores may take. Training keeps them for every
+# layer.
+SHARE = 1 / 256
 
 
 class Reference(Backend):
@@ -25,7 +30,9 @@ class Reference(Backend):
 
     def preferred(self, call: Call) -> bool:
         _, _, t, s = call.shape
-        return t * s <= SHORT[call.platform]
+        if call.platform == "cpu":
+            return t * s <= SHORT
+        return self.memory(call) <= SHARE * (chip_in_use(call.platform).memory or 0)
 
     def attend(self, call: Call) -> Array:
         """Return `(b, t, n, v)`; differentiable in every mode and to every order."""
@@ -35,6 +42,16 @@ class Reference(Backend):
         """Return the bytes of the scores and the weights, and of the mask."""
         b, n, t, s = call.shape
         return b * n * t * s * (2 * accumulation_dtype(call.query.dtype).itemsize + 1)
+
+    def work(self, call: Call) -> KernelWork:
+        """Return the work of products in float32, hidden pairs included.
+
+        Scores are written and read for the softmax, and so are the weights.
+        """
+        b, n, t, s = call.shape
+        scores = b * n * t * s * accumulation_dtype(call.query.dtype).itemsize
+        moved = arrays_moved(call) + 5 * scores
+        return KernelWork(10, products(call, t * s), moved, in_float32=True)
 
 
 def with_weights(call: Call) -> tuple[Array, Array]:

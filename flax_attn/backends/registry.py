@@ -9,8 +9,8 @@ from attn_spec.checks import DTYPES, check_choice
 from flax_attn.backends.backend import Backend
 from flax_attn.backends.call import OPTIONS
 
-# In order of preference: "auto" takes the first that runs on the platform, prefers the call and
-# does not refuse it.
+# In order of preference: of those that prefer the call and do not refuse it "auto" takes the first
+# on a CPU, and the one with the least predicted time elsewhere.
 BACKENDS = (
     "native",
     "decode",

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float
 from flax_attn.backends.softmax import Sums
 from flax_attn.functional.dropout import threefry_2x32, threshold
 
-Scores = Float[Array, "t s"]
+Scores = Float[Array, "*b t s"]
 Dot = Callable[[Array, Array], Array]
 Pull = Callable[[Array, Array], tuple[Array, tuple[Array, ...]]]
 
@@ -45,11 +45,11 @@ class TileGradients(NamedTuple):
 
 def scores(
     products: Scores,
-    bias: Float[Array, "#t #s"] | None,
-    visible: Bool[Array, "#t #s"] | None,
+    bias: Float[Array, "*#b #t #s"] | None,
+    visible: Bool[Array, "*#b #t #s"] | None,
     soft_cap: float | None = None,
     function: Callable[[Scores], Scores] | None = None,
-    more: Float[Array, "#t #s"] | None = None,
+    more: Float[Array, "*#b #t #s"] | None = None,
 ) -> TileScores:
     """Return the scores of a tile.
 
@@ -124,7 +124,7 @@ def dropout_factors(
 def score_gradients(
     weights: Scores,
     d_weights: Scores,
-    delta: Float[Array, "t 1"],
+    delta: Float[Array, "*b t 1"],
     capped: Scores,
     soft_cap: float | None = None,
     pull: Pull | None = None,

@@ -1,8 +1,10 @@
 """Fused attention on NVIDIA GPUs by tokamax's Mosaic and Triton kernels, in half precision.
 
-It is chosen by name only.
+It is chosen by name only: which calls it takes depends on its version, and shows when it compiles,
+too late for another backend.
 """
 
+from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
 
@@ -16,6 +18,7 @@ from flax_attn.backends.band import Band, attend_band, has_lengths, is_band, sid
 from flax_attn.backends.call import Call, Unsupported
 from flax_attn.backends.dense import array_size, attend_dense, refuse_empty, refuse_widths
 from flax_attn.backends.platform import compute_capability
+from flax_attn.backends.work import DENSE, FUSED, KernelWork, fused
 
 _FILL = float(jnp.finfo(jnp.float32).min)  # what the kernels put in the place of a hidden score
 
@@ -64,6 +67,11 @@ class Tokamax(Backend):
         )
         bias = 0 if call.bias is None else call.bias.dtype.itemsize
         return copies + array_size(call) * (1 + bias)
+
+    def work(self, call: Call) -> KernelWork:
+        """Return the work of a kernel, which a mask as an array slows down, and of a test."""
+        share = FUSED if _keeps(call) else DENSE
+        return replace(fused(call, self.memory(call), launches=4), share=share)
 
 
 def implementation() -> str:

@@ -190,12 +190,13 @@ MODEL_CALLS = (
 def table(platform: str) -> Table:
     """Return a table of the backend of each call on a platform, with its memory.
 
-    It says why not a backend that `"auto"` prefers.
+    It says why not a backend that `"auto"` prefers. The platform may be a chip, as in `explain`.
     """
     rows = Table(
         "call", "b t n h", "s k v", "backend", title=f"Attention of models on {platform.upper()}"
     )
     rows.add_column("memory", justify="right")
+    rows.add_column("predicted", justify="right")
     rows.add_column("why not another", overflow="fold")
     for call in MODEL_CALLS:
         rows.add_row(call.name, *_cells(call, platform))
@@ -207,7 +208,9 @@ def _cells(call: ModelCall, platform: str) -> tuple[str | Text, ...]:
     assert found.backend is not None, "auto always finds one"
     memory = f"{found.memory[found.backend] / 2**20:.1f} MiB"
     reasons = [found.refusals[name] or "" for name in found.passed_over]
-    return *_sizes(call), found.backend, memory, Text("\n".join(reasons))
+    seconds = found.seconds.get(found.backend)
+    time = "" if seconds is None else f"{1000 * seconds:.3g} ms"
+    return *_sizes(call), found.backend, memory, time, Text("\n".join(reasons))
 
 
 def _sizes(call: ModelCall) -> tuple[str, str]:

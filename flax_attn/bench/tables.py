@@ -69,7 +69,7 @@ def _table(first: str, columns: Sequence[str], title: str | None = None) -> Tabl
 
 
 def _benchmarks(report: BenchmarkReport, rows: Sequence[Measurement]) -> Table:
-    table = _table("(b, n, t, h)", COLUMNS)
+    table = _table("(b, t, n, h)", COLUMNS)
     previous = None
     for row in rows:
         group = row.section, row.work.size

@@ -71,7 +71,7 @@ class Workload:
     @property
     def size(self) -> str:
         """The shape of the input, and the direction."""
-        shape = (self.b, self.n, self.t, self.h)
+        shape = (self.b, self.t, self.n, self.h)
         if self.layer:
             shape = (self.b, self.t, self.n * self.h)
         if self.step:

@@ -37,7 +37,9 @@ def add(commands: Any) -> None:
     )
     backends.add_argument("--dtype", default="float32", help="of the inputs (default float32)")
     backends.add_argument(
-        "--platform", choices=PLATFORMS, help="where it would run (default: here)"
+        "--platform",
+        metavar="CHIP",
+        help="where it would run: cpu, gpu, tpu, or a chip such as h100 or v5e (default: here)",
     )
     backends.add_argument("--no-causal", action="store_true", help="let every query see every key")
     backends.add_argument("--window", type=common.count, help="causal, and so many keys in all")
@@ -92,7 +94,11 @@ def _models(options: argparse.Namespace) -> int:
         )
     # No device is asked for: a table tells what the backends take there.
     for platform in [options.platform] if options.platform else PLATFORMS:
-        common.console(150).print(calls.table(platform))
+        try:
+            table = calls.table(platform)
+        except ValueError as error:
+            raise common.UsageError(str(error)) from None
+        common.console(150).print(table)
     return 0
 
 

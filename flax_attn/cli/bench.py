@@ -23,9 +23,13 @@ def add(commands: Any) -> None:
         ),
     )
     bench.add_argument("--quick", action="store_true", help="small shapes: in a minute")
-    shape = {"action": "append", "default": [], "metavar": "B,N,T,H"}
+    shape = {"action": "append", "default": [], "metavar": "B,T,N,H"}
     bench.add_argument(
-        "--shape", type=common.sizes("b,n,t,h"), help="only this one; may be repeated", **shape
+        "--shape",
+        type=common.sizes("b,t,n,h"),
+        help="only this one, in the order of the arrays: batch, tokens, heads, width of a head; may"
+        " be repeated",
+        **shape,
     )
     bench.add_argument(
         "--backend",
@@ -102,7 +106,8 @@ def _run(options: argparse.Namespace) -> BenchmarkReport:
                     f"{done + 1}/{len(benchmarks)} {benchmark.title}", file=sys.stderr, flush=True
                 )
 
-        return suite.run(options.shape, options.backend, options.rounds, options.quick, show)
+        shapes = [(b, n, t, h) for b, t, n, h in options.shape]
+        return suite.run(shapes, options.backend, options.rounds, options.quick, show)
 
 
 def _print(report: BenchmarkReport) -> None:

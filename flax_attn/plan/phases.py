@@ -15,9 +15,9 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array
 
+from flax_attn.backends.chips import Chip
 from flax_attn.modules.work import Work
 from flax_attn.plan import cost, work
-from flax_attn.plan.chips import Chip
 from flax_attn.plan.collectives import Collective, collectives
 from flax_attn.plan.hlo import read
 from flax_attn.plan.job import Job

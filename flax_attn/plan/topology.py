@@ -13,9 +13,9 @@ import jax
 
 from flax_attn.aot import gpu, tpu
 from flax_attn.aot.simulated import simulated
-from flax_attn.plan.chips import CHIPS, Chip
+from flax_attn.backends.chips import CHIPS, Chip
 
-_DIMENSIONS = {"v5e": 2, "v6e": 2, "v5p": 3, "tpu7x": 3, "h200": 1, "cpu": 1}
+_DIMENSIONS = {"v5e": 2, "v5p": 3, "v6e": 2, "tpu7x": 3, "h200": 1, "cpu": 1}
 _EXAMPLES = "v5e:16x16, v6e:16x16, v5p:4x4x4, tpu7x:4x4x4, h200:8, cpu:8"
 _PER_HOST = 8  # GPUs that NVLink joins
 
@@ -67,9 +67,9 @@ def topology(text: str) -> Topology:
     """
     name, _, sizes = text.partition(":")
     # A leading 0 is refused with the rest: libtpu would describe another topology, or none.
-    if name not in CHIPS or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", sizes):
+    if name not in _DIMENSIONS or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", sizes):
         raise ValueError(
-            f"a topology is one of {', '.join(CHIPS)} and the number of its chips in each"
+            f"a topology is one of {', '.join(_DIMENSIONS)} and the number of its chips in each"
             f" dimension; got {text!r}. Write it as one of {_EXAMPLES}"
         )
     shape = tuple(int(size) for size in sizes.split("x"))

@@ -10,10 +10,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from attn_spec.checks import check_choice
 from flax_attn.backends.call import Call, Unsupported, as_argument, prepare
-from flax_attn.backends.choose import choose, for_parts, refusal, runs_on
-from flax_attn.backends.platform import PLATFORMS, platform_of
+from flax_attn.backends.choose import choose, for_parts, predicted, refusal, runs_on
+from flax_attn.backends.platform import asked_about, machine, platform_of
 from flax_attn.backends.registry import BACKENDS, load
 from flax_attn.sharding.attention import attend
 from flax_attn.sharding.partition import Division, divide
@@ -36,6 +35,9 @@ class Explanation:
             refused, best first.
         division: division of the call over the mesh in use; then all else is about the part of
             one device.
+        seconds: predicted seconds of one forward call, for each backend of an accelerator, whether
+            it refuses or not.
+        chip: name of the chip that was asked about; None is that of this machine.
     """
 
     backend: str | None
@@ -44,16 +46,31 @@ class Explanation:
     memory: dict[str, int]
     passed_over: tuple[str, ...]
     division: Division | None = None
+    seconds: dict[str, float] = field(default_factory=dict)
+    chip: str | None = None
+
+    @property
+    def fastest(self) -> str | None:
+        """The backend with the least predicted time, whether it refuses or not; None on a CPU."""
+        return min(self.seconds, key=lambda name: self.seconds[name], default=None)
 
     def __str__(self) -> str:
-        lines = [f"{self.backend or 'nothing'} runs on {self.platform}", *_lines(self.division)]
-        for name, note in self.refusals.items():
-            if note is None:
-                mib = self.memory[name] / 2**20
-                note = f"can run, in about {mib:.1f} MiB beside inputs and output"
+        where = self.platform if self.chip is None else f"{self.platform} ({self.chip})"
+        lines = [f"{self.backend or 'nothing'} runs on {where}", *_lines(self.division)]
+        for name, reason in self.refusals.items():
             sign = "->" if name == self.backend else "  "
-            lines.append(f"{sign} {name:9}  {note}")
+            lines.append(f"{sign} {name:9}  {reason or self._cost(name)}")
+        if self.fastest is not None and self.refusals[self.fastest] is not None:
+            time = _milliseconds(self.seconds[self.fastest])
+            lines.append(
+                f"{self.fastest} would be the fastest, in about {time}, if it did not refuse"
+            )
         return "\n".join(lines)
+
+    def _cost(self, name: str) -> str:
+        time = f", {_milliseconds(self.seconds[name])} forward" if name in self.seconds else ""
+        memory = f"{self.memory[name] / 2**20:.1f} MiB beside inputs and output"
+        return f"can run, in about {memory}{time}"
 
 
 def explain(
@@ -62,8 +79,10 @@ def explain(
     """Return which backend `dot_product_attention` would run for a call, and why not another.
 
     Nothing is computed: arrays may be `jax.ShapeDtypeStruct`, also inside a mask. Options are those
-    of `dot_product_attention`, and `platform`, to ask about `"cpu"`, `"gpu"` or `"tpu"` instead of
-    the machine at hand.
+    of `dot_product_attention`, and `platform`, to ask about another machine than the one at hand:
+    `"cpu"`, `"gpu"`, `"tpu"`, or a chip such as `"h100"`, `"a100"` or `"v5e"`
+    (`flax_attn.backends.chips.CHIPS`), as it would be installed. Where nothing of the kind is
+    attached, `"gpu"` is an H100 and `"tpu"` a v5e. Times are predicted from published rates.
 
     Under a mesh the answer is about the part of one device, and `division` says what it has of the
     call.
@@ -78,11 +97,14 @@ def explain(
         >>> found = explain(x, x, x, mask=Mask.causal(), platform="gpu")
         >>> found.backend, found.refusals["splash"]
         ('blocked', 'splash runs on TPU; got platform "gpu". Pass backend="auto"')
+        >>> f"{1000 * found.seconds['blocked']:.1f} ms on {found.chip}"
+        '2.1 ms on h100'
     """
     backend = options.pop("backend", "auto")
     options.pop("return_weights", None)
-    options["platform"] = options.get("platform") or platform_of(query)
-    check_choice("platform", options["platform"], PLATFORMS)
+    platform = options.get("platform")
+    platform, chip = (platform_of(query), None) if platform is None else machine(platform)
+    options["platform"] = platform
     arrays = {"query": query, "key": key, "value": value, "bias": bias}
     arrays = {name: _known(name, x) for name, x in arrays.items()}
     leaves, structure = jax.tree.flatten((arrays | options, mask))
@@ -105,8 +127,9 @@ def explain(
             found.append(_of_one_device(division, call, backend))
 
     # An explanation is no array: it leaves the trace beside it.
-    jax.eval_shape(trace, traced)
-    return found[0]
+    with asked_about(chip):
+        jax.eval_shape(trace, traced)
+    return replace(found[0], chip=chip)
 
 
 def _known(name: str, x: Any) -> Any:
@@ -178,10 +201,35 @@ def _explain(call: Call, backend: str) -> Explanation:
         chosen = choose(call, backend).name
     except Unsupported:
         chosen = None
-    passed_over = []
-    # The table is in the order of preference: `"auto"` asked those before the chosen one.
-    for name in takewhile(lambda name: name != chosen, BACKENDS):
-        one = load(name)
-        if refusals[name] and runs_on(one, call.platform) and one.preferred(call):
-            passed_over.append(name)
-    return Explanation(chosen, call.platform, refusals, memory, tuple(passed_over))
+    seconds = _predicted(call)
+    return Explanation(
+        backend=chosen,
+        platform=call.platform,
+        refusals=refusals,
+        memory=memory,
+        passed_over=_passed_over(call, chosen, refusals, seconds),
+        seconds=seconds,
+    )
+
+
+def _predicted(call: Call) -> dict[str, float]:
+    # Nothing is published about CPUs, on which the order of the table decides.
+    if call.platform == "cpu":
+        return {}
+    candidates = [load(name) for name in BACKENDS]
+    return {x.name: predicted(x, call) for x in candidates if runs_on(x, call.platform)}
+
+
+def _passed_over(
+    call: Call, chosen: str | None, refusals: dict[str, str | None], seconds: dict[str, float]
+) -> tuple[str, ...]:
+    names = list(takewhile(lambda name: name != chosen, BACKENDS))
+    if chosen in seconds:
+        ordered = sorted(seconds, key=lambda name: seconds[name])
+        names = [name for name in ordered if seconds[name] < seconds[chosen]]
+    able = (load(name) for name in names if refusals[name])
+    return tuple(x.name for x in able if runs_on(x, call.platform) and x.preferred(call))
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1000 * seconds:.3g} ms"

@@ -20,10 +20,12 @@ from flax_attn import (
 from flax_attn.backends import cudnn
 from flax_attn.backends.backend import Backend
 from flax_attn.backends.call import OPTIONS, Unsupported, prepare
+from flax_attn.backends.chips import CHIPS
 from flax_attn.backends.choose import choose, few_queries, for_parts, refusal
 from flax_attn.backends.platform import PLATFORMS, compute_capability, platform_of
-from flax_attn.backends.reference import SHORT
+from flax_attn.backends.reference import SHARE, SHORT
 from flax_attn.backends.registry import BACKENDS, load, markdown_table
+from flax_attn.bench.calls import MODEL_CALLS
 from flax_attn.sharding.explain import explain
 
 
@@ -31,22 +33,71 @@ def shape(*sizes, dtype=jnp.float32):
     return jax.ShapeDtypeStruct(sizes, dtype)
 
 
-def ask(t=512, s=None, h=64, dtype=jnp.float32, mask=None, **options):
+def ask(t=2048, s=None, h=64, dtype=jnp.float32, mask=None, **options):
     key = shape(2, t if s is None else s, 4, h, dtype=dtype)
     return explain(shape(2, t, 8, h, dtype=dtype), key, key, None, mask, **options)
 
 
-@pytest.mark.parametrize("platform", PLATFORMS)
-def test_short_inputs_run_the_formula(platform, monkeypatch):
+def test_short_inputs_run_the_formula_on_a_cpu(monkeypatch):
     monkeypatch.setattr("flax_attn.backends.native.library", lambda: None)
-    most = SHORT[platform]
-    assert (
-        ask(32, most // 32, platform=platform).backend
-        == ask(most, 1, platform=platform).backend
-        == "reference"
-    )
-    assert ask(32, most // 32 + 1, platform=platform).backend not in ("reference", None)
-    assert ask(most + 1, 1, platform=platform).backend not in ("reference", None)
+    assert ask(32, SHORT // 32, platform="cpu").backend == "reference"
+    assert ask(SHORT, 1, platform="cpu").backend == "reference"
+    assert ask(32, SHORT // 32 + 1, platform="cpu").backend == "blocked"
+    assert ask(SHORT + 1, 1, platform="cpu").backend == "blocked"
+
+
+@pytest.mark.parametrize("chip", ["a100", "h100", "v5e"])
+@pytest.mark.usefixtures("no_shape_checks")
+def test_the_formula_runs_while_its_scores_fit_in_a_share_of_memory(chip):
+    dropout = KeyedDropout(0.1, jnp.zeros(2, jnp.uint32))
+    found = ask(64, platform=chip, dropout=dropout)
+    assert found.backend == "reference"
+    assert found.memory["reference"] <= SHARE * CHIPS[chip].memory
+    found = ask(8192, platform=chip, dropout=dropout)
+    assert found.memory["reference"] > SHARE * CHIPS[chip].memory
+    assert found.backend == "blocked"
+
+
+@pytest.mark.parametrize("chip", ["a100", "h100", "h200", "b200", "v5e", "v5p", "v6e", "tpu7x"])
+@pytest.mark.usefixtures("no_shape_checks")
+def test_auto_takes_the_least_predicted_time(chip):
+    for call in MODEL_CALLS:
+        found = explain(**call.arguments, platform=chip)
+        able = {"cudnn", "splash", "blocked"} & set(found.memory)
+        assert all(found.seconds[found.backend] <= found.seconds[name] for name in able)
+        assert found.chip == chip
+        assert found.platform == CHIPS[chip].kind
+
+
+def test_a_machine_with_a_chip_is_answered_for_as_it_would_be_installed():
+    found = ask(dtype=jnp.bfloat16, platform="h100")
+    assert (found.backend, found.refusals["cudnn"]) == ("cudnn", None)
+    wide = {"dtype": jnp.bfloat16, "h": 256}
+    assert ask(**wide, platform="h100").backend == "cudnn"
+    assert "compute capability 8.0" in ask(**wide, platform="a100").refusals["cudnn"]
+    text = str(ask(8192, platform="a100"))
+    assert text.startswith("blocked runs on gpu (a100)")
+    assert "ms forward" in text
+    assert "cudnn would be the fastest, in about" in text
+
+
+@pytest.mark.parametrize(
+    ("platform", "chip"), [("gpu", "h100"), ("tpu", "v5e"), ("cpu", None), ("b200", "b200")]
+)
+def test_a_platform_that_is_not_attached_is_a_usual_chip(platform, chip):
+    assert ask(platform=platform).chip == chip
+
+
+def test_a_chip_without_figures_has_no_predicted_time():
+    call = prepare(*[jnp.ones((2, 3, 4, 5))] * 3)
+    with pytest.raises(ValueError, match="predicted times need the published rates of a chip"):
+        load("blocked").work(call).seconds(CHIPS["cpu"])
+    assert ask(platform="cpu").seconds == {}
+
+
+def test_a_wider_chip_is_predicted_to_be_faster():
+    slow, fast = (ask(8192, platform=chip).seconds["blocked"] for chip in ("a100", "b200"))
+    assert fast < slow / 2
 
 
 @pytest.fixture
@@ -99,7 +150,7 @@ def test_a_step_of_decoding_is_decoded_unless_it_drops(platform):
     [
         ("gpu", {"dtype": jnp.bfloat16}, ()),
         ("gpu", {}, ("cudnn",)),
-        ("gpu", {"backend": "reference"}, ()),
+        ("gpu", {"backend": "reference"}, ("cudnn",)),
         ("gpu", {"backend": "blocked"}, ("cudnn",)),
         ("tpu", {"dropout": KeyedDropout(0.1, jnp.zeros(2, jnp.uint32))}, ("splash",)),
         (
@@ -294,7 +345,7 @@ def test_an_unknown_backend_lists_the_names(act):
 
 def test_an_unknown_platform_lists_the_names():
     with pytest.raises(
-        ValueError, match=r"^platform must be one of 'cpu', 'gpu', 'tpu'; got 'abacus'$"
+        ValueError, match=r"^platform must be one of 'cpu', 'gpu', 'tpu', .*'h100'.*; got 'abacus'$"
     ):
         ask(platform="abacus")
 

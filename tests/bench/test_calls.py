@@ -24,8 +24,10 @@ def test_a_call_is_one_that_can_be_traced_and_differentiated(call):
 def test_the_table_has_a_row_for_every_call(platform):
     columns = [list(column.cells) for column in table(platform).columns]
     assert columns[0] == [call.name for call in MODEL_CALLS]
-    for call, backend, memory, why in zip(MODEL_CALLS, *columns[3:], strict=True):
+    for call, backend, memory, time, why in zip(MODEL_CALLS, *columns[3:], strict=True):
         found = explain(**call.arguments, platform=platform)
         assert backend == found.backend
         assert memory == f"{found.memory[backend] / 2**20:.1f} MiB"
+        seconds = found.seconds.get(backend)
+        assert time == ("" if seconds is None else f"{1000 * seconds:.3g} ms")
         assert str(why).splitlines() == [found.refusals[name] for name in found.passed_over]

@@ -6,10 +6,10 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
+from flax_attn.backends.chips import CHIPS
 from flax_attn.models import GPT2, GPT2Config
 from flax_attn.modules.work import Work
 from flax_attn.plan import phases, report
-from flax_attn.plan.chips import CHIPS
 from flax_attn.plan.collectives import Collective
 from flax_attn.plan.estimate import changes
 from flax_attn.plan.phases import Phase

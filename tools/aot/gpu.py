@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 
 from flax_attn.aot import gpu
+from flax_attn.backends.chips import CHIPS
 from flax_attn.bench.calls import MODEL_CALLS
-from flax_attn.plan.chips import CHIPS
 from tools.aot.devices import AbsentDevices
 
 CALLS = MODEL_CALLS

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 from jax import ShapeDtypeStruct
 
 from flax_attn.aot import tpu
+from flax_attn.backends.chips import CHIPS
 from flax_attn.bench.calls import ModelCall
 from flax_attn.bench.suite import default_backends
 from flax_attn.functional.masks import Mask
-from flax_attn.plan.chips import CHIPS
 from tools.aot.devices import AbsentDevices
 
 # The smallest slice of each generation that libtpu describes.

@@ -26,6 +26,13 @@ from jaxtyping import Array
 
 from attn_spec.checks import DTYPES
 from flax_attn.backends.backend import Backend
+from flax_attn.backends.blocked.batched import (
+    attend_batched,
+    backward_batched,
+    batched_memory,
+    batched_work,
+    forward_batched,
+)
 from flax_attn.backends.blocked.heads import (
     attend_heads,
     backward_heads,
@@ -35,6 +42,7 @@ from flax_attn.backends.blocked.heads import (
 from flax_attn.backends.blocked.tiling import Tiling, make_tiling
 from flax_attn.backends.call import ARRAY_SCALE, Call, Floats
 from flax_attn.backends.softmax import Softmax
+from flax_attn.backends.work import KernelWork
 from flax_attn.functional.dtypes import accumulation_dtype
 
 
@@ -67,18 +75,29 @@ class Blocked(Backend):
         """Return `(b, t, n, v)`, once differentiable in reverse mode, then in forward mode."""
         if 0 in call.shape:
             return jnp.zeros((*call.query.shape[:3], call.value.shape[3]), call.query.dtype)
+        if call.platform != "cpu":
+            return attend_batched(call)
         return jnp.asarray(attend_heads(self.tiling(call), call), call.query.dtype)
 
     def forward(self, call: Call) -> Softmax:
         """Return the output `(b, t, n, v)`, and the softmax's maxima and sums `(b, n, t, 1)`."""
+        if call.platform != "cpu":
+            return forward_batched(call, accumulation_dtype(call.query.dtype))
         return forward_heads(self.tiling(call), call)
 
     def backward(self, call: Call, saved: Softmax, cotangent: Array) -> Floats:
         """Return the gradients, where `saved` is over these keys and maybe others."""
+        if call.platform != "cpu":
+            return backward_batched(call, saved, cotangent)
         return backward_heads(self.tiling(call), call, saved, cotangent)
 
     def memory(self, call: Call) -> int:
-        """Return the bytes of three tiles of scores, of one padded head, of maxima and sums."""
+        """Return the bytes of tiles of scores, of copies, of maxima and sums.
+
+        On CPU of three tiles and one padded head; elsewhere of a tile, its weights and all keys.
+        """
+        if call.platform != "cpu":
+            return batched_memory(call)
         b, n, t, s = call.shape
         tiling = self.tiling(call)
         chunk = 0 if tiling.edges_only else tiling.chunk
@@ -89,13 +108,15 @@ class Blocked(Backend):
         itemsize = accumulation_dtype(call.query.dtype).itemsize
         return itemsize * (heads_at_once(call) * own + 2 * b * n * t)
 
+    def work(self, call: Call) -> KernelWork:
+        """Return the work of the tiles of all heads."""
+        return batched_work(call)
+
     def tiling(self, call: Call) -> Tiling:
         """Return the tiling, which follows the band of the mask."""
         _, _, t, s = call.shape
         (low, high), _ = call.mask.split_band()
-        # Elsewhere a tile is one of all heads at once.
-        block = self.block if call.platform == "cpu" else max(self.block // 4, 1)
-        return make_tiling(t, s, low, high, block, min(self.edge, block))
+        return make_tiling(t, s, low, high, self.block, min(self.edge, self.block))
 
 
 BACKEND = Blocked()

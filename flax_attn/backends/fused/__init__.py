@@ -48,7 +48,11 @@ _INTERPRETED: ContextVar[Interpreted | None] = ContextVar("interpreted", default
 
 
 class Fused(Backend):
-    """Kernels in Pallas."""
+    """Kernels in Pallas.
+
+    Attributes:
+        fewest: number of queries up to which `"auto"` takes another.
+    """
 
     name = "fused"
     dtypes = ("float32", "bfloat16", "float16")
@@ -61,12 +65,16 @@ class Fused(Backend):
         " a key, a precision that is an algorithm"
     )
 
+    fewest = 16
+
     @property
     def platforms(self) -> tuple[str, ...] | None:
         return ("gpu", "tpu") if _INTERPRETED.get() is None else None
 
     def preferred(self, call: Call) -> bool:
-        return call.platform != "cpu"
+        # A program takes a tile of queries of one head over all keys: with few queries there are
+        # too few programs for the processors of a chip.
+        return call.platform != "cpu" and call.shape[2] > self.fewest
 
     def refuse(self, call: Call) -> str | None:
         checks = _refuse_sizes, _refuse_chip, _refuse_numbers, _refuse_mask, _refuse_functions

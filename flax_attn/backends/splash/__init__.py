@@ -18,6 +18,7 @@ from jaxtyping import Array
 from flax_attn.backends.backend import Backend
 from flax_attn.backends.call import ARRAY_SCALE, Call
 from flax_attn.backends.splash.padding import LANES, has_ids, padded
+from flax_attn.backends.work import KernelWork, fused
 from flax_attn.functional.mask_part import IntervalPart, MaskPart
 from flax_attn.functional.mask_parts import Dense, Lengths, Segments
 from flax_attn.functional.masks import Mask
@@ -75,6 +76,10 @@ class Splash(Backend):
         ids = 4 * b * (t * LANES + s * 8) * has_ids(call)
         heads = max((_heads(part) for part in call.mask.parts), default=0)
         return arrays + ids + heads * t * s
+
+    def work(self, call: Call) -> KernelWork:
+        """Return the work of a kernel and of the copies that it reads, written and read."""
+        return fused(call, 2 * self.memory(call), launches=10)
 
 
 @contextmanager
