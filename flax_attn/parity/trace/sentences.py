@@ -109,7 +109,8 @@ def _difference(found: Hypothesis) -> str:
     if found.parameter == "factor":
         return f"flax multiplies by {ours}, torch by {theirs}"
     if found.parameter in ("axes", "axis", "over"):
-        return f"flax has the {found.operation} over {ours}, torch over {theirs}"
+        operation = found.operation.removesuffix("_over")
+        return f"flax has the {operation} over {ours}, torch over {theirs}"
     if found.parameter == "value":
         return f"flax has {ours}, torch {theirs}"
     if found.parameter in PARTS:
