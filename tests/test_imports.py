@@ -35,7 +35,7 @@ LAYERS = {
     "steps": set(),
     "viz": set(),
     "bench": LIBRARY | {"convert", "models", "training", "parity"},
-    "plan": {"functional", "sharding", "modules", "models", "training", "aot"},
+    "plan": {"functional", "backends", "sharding", "modules", "models", "training", "aot"},
     "cli": (
         LIBRARY
         | {

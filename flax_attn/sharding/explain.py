@@ -96,7 +96,7 @@ def explain(
         >>> x = jax.ShapeDtypeStruct((1, 8192, 8, 64), jnp.float32)
         >>> found = explain(x, x, x, mask=Mask.causal(), platform="gpu")
         >>> found.backend, found.refusals["splash"]
-        ('blocked', 'splash runs on TPU; got platform "gpu". Pass backend="auto"')
+        ('fused', 'splash runs on TPU; got platform "gpu". Pass backend="auto"')
         >>> f"{1000 * found.seconds['blocked']:.1f} ms on {found.chip}"
         '2.1 ms on h100'
     """
