@@ -141,14 +141,18 @@ def flatten(tree: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
     for name, value in tree.items():
         path = f"{prefix}{name}"
         inner = flatten(value, f"{path}.") if isinstance(value, Mapping) else {path: value}
-        # A name with dots may also be a path through nested mappings.
-        twice = flat.keys() & inner.keys()
-        if twice:
-            raise ConversionError(
-                f"these weights hold {', '.join(sorted(twice))} twice, once flat and once nested"
-            )
+        _check_new(inner, flat)
         flat |= inner
     return flat
+
+
+def _check_new(names: Mapping[str, Any], known: Mapping[str, Any]) -> None:
+    # A name with dots may also be a path through nested mappings.
+    twice = known.keys() & names.keys()
+    if twice:
+        raise ConversionError(
+            f"these weights hold {', '.join(sorted(twice))} twice, once flat and once nested"
+        )
 
 
 def as_shape(name: str, value: Any) -> tuple[int, ...]:

@@ -161,17 +161,21 @@ def _is_file(path: Path) -> bool:
 
 def _safetensors_header(path: Path) -> dict[str, Stored]:
     try:
-        # This checks the header against the size of the file.
-        with safe_open(path, framework="np"):
-            pass
-        with path.open("rb") as file:
-            # The length of the header comes first, then the header.
-            size = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(size), object_pairs_hook=distinct)
+        size, header = _read_header(path)
     except (SafetensorError, ValueError, RecursionError) as error:
         raise ConversionError(f"{path} is not a whole safetensors file: {error}") from error
     header.pop("__metadata__", None)
     return {name: _stored(path, 8 + size, entry) for name, entry in header.items()}
+
+
+def _read_header(path: Path) -> tuple[int, dict[str, Any]]:
+    # This checks the header against the size of the file.
+    with safe_open(path, framework="np"):
+        pass
+    with path.open("rb") as file:
+        # The length of the header comes first, then the header.
+        size = int.from_bytes(file.read(8), "little")
+        return size, json.loads(file.read(size), object_pairs_hook=distinct)
 
 
 def _stored(path: Path, start: int, entry: Mapping[str, Any]) -> Stored:

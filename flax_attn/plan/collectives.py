@@ -66,7 +66,8 @@ def collectives(program: Hlo, mesh: Mapping[str, int]) -> list[Collective]:
 
 
 def _is_sent(row: Collective) -> bool:
-    return bool(row.axes)  # without an axis a device exchanges with itself alone
+    # Without an axis a device exchanges with itself alone.
+    return bool(row.axes)
 
 
 def _collective(run: ExecutedInstruction, mesh: Mapping[str, int]) -> Collective:
@@ -177,7 +178,8 @@ def _of_mesh(found: re.Match[str]) -> np.ndarray:
 def _steps(axes: Mapping[str, int], name: str, outer: int, count: int) -> np.ndarray:
     """Return how far the devices along a part of an axis are from the first."""
     names = list(axes)
-    inner = names[names.index(name) + 1 :]  # the last axes change first in the order of devices
+    # The last axes change first in the order of devices.
+    inner = names[names.index(name) + 1 :]
     stride = prod(axes[other] for other in inner)
     # The parts of an axis are ordered as the axes are: the outer ones are farther apart.
     return stride * axes[name] // (outer * count) * np.arange(count)

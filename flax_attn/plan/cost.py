@@ -31,7 +31,8 @@ _FREE = (
     "opt-barrier",
     "domain",
 )
-_PARTS = ("dynamic-slice", "slice", "gather")  # read as much as they return
+# Read as much as they return.
+_PARTS = ("dynamic-slice", "slice", "gather")
 
 
 def flops(program: Hlo) -> int:

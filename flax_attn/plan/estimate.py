@@ -13,7 +13,8 @@ from flax_attn.plan.phases import Phase
 from flax_attn.plan.placement import Held, held
 from flax_attn.plan.topology import Topology
 
-_MOST = 2**14  # devices
+# The most devices that are suggested.
+_MOST = 2**14
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,8 @@ def _twice(topology: Topology) -> Topology:
 def _with(job: Job, topology: Topology, sizes: dict[str, int]) -> Job | None:
     try:
         return replace(job, topology=topology, mesh={**job.mesh, **sizes})
-    except ValueError:  # what the axes do not divide
+    # The axes do not divide something.
+    except ValueError:
         return None
 
 

@@ -17,8 +17,10 @@ _CALLED = re.compile(
 )
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _BITS = re.compile(r"[a-z]+(\d+)")
-CALLS = ("call", "call-start")  # the second runs on another core of the device, meanwhile
-_OF_ELEMENTS = ("to_apply",)  # of a reduction or a sort: a function of single elements
+# The second runs on another core of the device, meanwhile.
+CALLS = ("call", "call-start")
+# Of a reduction or a sort: a function of single elements.
+_OF_ELEMENTS = ("to_apply",)
 
 
 @dataclass(frozen=True)

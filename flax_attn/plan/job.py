@@ -56,7 +56,8 @@ MODELS: Mapping[str, tuple[type[LanguageModel], Any]] = MappingProxyType(
 )
 
 
-_LAYERS = ("full_layers", "dense_layers", "unrotated_layers")  # fields of configs that name layers
+# Fields of configs that name layers.
+_LAYERS = ("full_layers", "dense_layers", "unrotated_layers")
 
 
 @dataclass(frozen=True)

@@ -168,7 +168,8 @@ def _phase(name: str, lower: Callable[[], Any], job: Job, asked: Work, held: int
         seconds = time.perf_counter() - start
         return Phase(name, asked.total // devices, peak=peak, compiled=False, seconds=seconds)
     with suppress(AttributeError):
-        program = program.compiled  # of Flax
+        # Flax wraps what JAX compiled.
+        program = program.compiled
     seconds = time.perf_counter() - start
     # Under remat attention is computed once more, of three times with its gradients.
     attention = asked.attention * (4 if job.train and job.remat else 3) // 3 // devices

@@ -17,7 +17,8 @@ from flax_attn.backends.chips import CHIPS, Chip
 
 _DIMENSIONS = {"v5e": 2, "v5p": 3, "v6e": 2, "tpu7x": 3, "h200": 1, "cpu": 1}
 _EXAMPLES = "v5e:16x16, v6e:16x16, v5p:4x4x4, tpu7x:4x4x4, h200:8, cpu:8"
-_PER_HOST = 8  # GPUs that NVLink joins
+# NVLink joins so many GPUs.
+_PER_HOST = 8
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from flax import nnx
@@ -16,7 +16,14 @@ from flax_attn.convert.match.matcher import Matching, main_part, match
 from flax_attn.convert.match.pairing import PairedTensor, Pairing, transformation
 from flax_attn.convert.match.report import message, problems_of
 from flax_attn.convert.match.torch_tree import is_torch_module, state_names, torch_tree
-from flax_attn.convert.match.tree import PARAMETER, Tensor, TensorPart, layers_of, tensors_of
+from flax_attn.convert.match.tree import (
+    PARAMETER,
+    Group,
+    Tensor,
+    TensorPart,
+    layers_of,
+    tensors_of,
+)
 from flax_attn.convert.planning import apply_rules, no_axes
 from flax_attn.convert.rules import ConversionError, Entry, Rule
 
@@ -74,23 +81,34 @@ def _packed(
 
     Such as `lstm.weight_ih_l0`: no layer of JAX packs gates, or query, key and value, as it does.
     """
-    own = {}
-    for layer in layers_of(jax_tree(flax_module, ours)):
+    own = _parameters(jax_tree(flax_module, ours))
+    rows = {}
+    for kind, tensor in _packed_tensors(torch_tree(torch_module, theirs)):
+        # Equal in shape, too: under PyTorch's name a port may keep another layout.
+        if own.get(tensor.name) == tensor:
+            rows[tensor.name] = _row_by_name(kind, tensor)
+    return list(rows.values())
+
+
+def _parameters(tree: Group) -> dict[str, Tensor]:
+    found = {}
+    for layer in layers_of(tree):
         if layer.kind == PARAMETER:
             tensor = layer.parts["value"].tensor
-            own[tensor.name] = tensor
-    rows = {}
-    for layer in layers_of(torch_tree(torch_module, theirs)):
+            found[tensor.name] = tensor
+    return found
+
+
+def _packed_tensors(tree: Group) -> Iterator[tuple[str, Tensor]]:
+    for layer in layers_of(tree):
         for part in layer.parts.values():
-            tensor = part.tensor
-            packed = part.pieces > 1 or layer.kind in RECURRENT
-            if packed and own.get(tensor.name) == tensor:
-                shapes = (tensor.shape,)
-                row = PairedTensor(
-                    layer.kind, (tensor.name,), shapes, tensor.name, tensor.shape, "", "name"
-                )
-                rows[tensor.name] = row
-    return list(rows.values())
+            if part.pieces > 1 or layer.kind in RECURRENT:
+                yield layer.kind, part.tensor
+
+
+def _row_by_name(kind: str, tensor: Tensor) -> PairedTensor:
+    name, shape = tensor.name, tensor.shape
+    return PairedTensor(kind, (name,), (shape,), name, shape, "", "name")
 
 
 def _check_torch_module(module: Any) -> None:
