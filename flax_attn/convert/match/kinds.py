@@ -48,15 +48,20 @@ def _linear_general(module: Any) -> Kind | None:
     """Return the kind of a LinearGeneral: the inputs come first in its kernel, then the outputs."""
     if module.batch_axis:
         return None
-    heads = ["n", "h"]
-    inputs = [f"i{n}" for n in range(len(module.in_features))]
-    outputs = [f"o{n}" for n in range(len(module.out_features))]
+    inputs = _axes("i", len(module.in_features))
+    outputs = _axes("o", len(module.out_features))
     # Two axes on one side are heads, and named as in the other layers that have heads.
+    heads = ["n", "h"]
     if len(inputs) == 2:
         inputs = heads
     elif len(outputs) == 2:
         outputs = heads
-    return _contraction(inputs + outputs, inputs, outputs)
+    axes = inputs + outputs
+    return _contraction(axes, inputs, outputs)
+
+
+def _axes(letter: str, count: int) -> list[str]:
+    return [f"{letter}{n}" for n in range(count)]
 
 
 def _einsum(module: Any) -> Kind | None:

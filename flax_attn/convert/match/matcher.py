@@ -76,8 +76,8 @@ def _match(ours: Group, theirs: Group, signature: Signature, found: Matching) ->
         if settled is None:
             found.ambiguous.append((left, right))
             continue
-        for one, other, evidence in settled:
-            level.accept(one, other, evidence, found)
+        for pair in settled:
+            level.accept(*pair, found)
 
 
 class _Children:
