@@ -48,8 +48,8 @@ def _linear_general(module: Any) -> Kind | None:
     """Return the kind of a LinearGeneral: the inputs come first in its kernel, then the outputs."""
     if module.batch_axis:
         return None
-    inputs = _axes("i", len(module.in_features))
-    outputs = _axes("o", len(module.out_features))
+    inputs = _numbered("i", len(module.in_features))
+    outputs = _numbered("o", len(module.out_features))
     # Two axes on one side are heads, and named as in the other layers that have heads.
     heads = ["n", "h"]
     if len(inputs) == 2:
@@ -60,7 +60,7 @@ def _linear_general(module: Any) -> Kind | None:
     return _contraction(axes, inputs, outputs)
 
 
-def _axes(letter: str, count: int) -> list[str]:
+def _numbered(letter: str, count: int) -> list[str]:
     return [f"{letter}{n}" for n in range(count)]
 
 
