@@ -1,6 +1,7 @@
-from . import convert, models, parity, sharding, training
+from . import adapters, convert, models, parity, sharding, training
 from .attention import attend, attend_one_head, dot_product_attention, single_head_attention
 from .backends.call import Unsupported
+from .everywhere import everywhere
 from .functional.cache import KVCache
 from .functional.cache_base import Cache
 from .functional.causal_mask import create_causal_mask
@@ -115,6 +116,7 @@ __all__ = [
     "Unsupported",
     "Work",
     "YaRNScaling",
+    "adapters",
     "alibi",
     "alibi_slopes",
     "attend",
@@ -125,6 +127,7 @@ __all__ = [
     "create_causal_mask",
     "create_gpt2_attention",
     "dot_product_attention",
+    "everywhere",
     "explain",
     "from_pretrained",
     "gated_delta_rule",

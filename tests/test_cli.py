@@ -145,7 +145,7 @@ def test_bench_measures_one_shape_and_writes_all_that_was_measured(tmp_path, cap
             [
                 "bench",
                 "--shape",
-                "1,2,24,8",
+                "1,24,2,8",
                 "--rounds",
                 "2",
                 "--backend",
@@ -156,7 +156,7 @@ def test_bench_measures_one_shape_and_writes_all_that_was_measured(tmp_path, cap
         )
         == 0
     )
-    assert "(1, 2, 24, 8) forward+backward" in capsys.readouterr().out
+    assert "(1, 24, 2, 8) forward+backward" in capsys.readouterr().out
     rows = json.loads(path.read_text())["rows"]
     ours = [row for row in rows if row["implementation"] == "ours blocked"]
     assert [row["status"] for row in ours] == ["timed", "timed"]

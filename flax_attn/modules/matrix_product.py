@@ -73,7 +73,7 @@ def _multiply(
     *shape, d = x.shape
     tokens = x.reshape(-1, d)
     # In a lower dtype each part would be rounded before they are summed.
-    single = len(tokens) == 1 and contracted == (0,)
+    single = tokens.shape[0] == 1 and contracted == (0,)
     divisible = single and d % _PARTS == 0 and accumulation_dtype(x.dtype) == x.dtype
     if takes(tokens, matrix, **options) and not (divisible and is_amd()):
         product = native.product(tokens, matrix, *contracted, **options)

@@ -49,7 +49,7 @@ def offset(flax, theirs, inputs):
 def test_a_norm_within_a_model_is_judged_by_itself():
     report = offset(Residual(), TorchResidual(), [(3, 4, 6)])
     check = report.check("mean offset")
-    assert [name for name, error in check.errors.items() if error > 1] == ["norm by itself"]
+    assert check.errors["norm by itself"] > 1
     assert offset(Residual(use_fast_variance=False), TorchResidual(), [(3, 4, 6)]).passed
 
 

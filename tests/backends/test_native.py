@@ -396,7 +396,7 @@ def test_auto_takes_it_where_it_was_built():
     assert (
         explain(*arrays(600, 600).values(), mask=Mask.causal(), platform="cpu").backend == "native"
     )
-    assert explain(*arrays(600, 600).values(), platform="gpu").backend == "reference"
+    assert explain(*arrays(600, 600).values(), platform="gpu").backend == "fused"
 
 
 def test_no_library_has_no_levels(monkeypatch):

@@ -83,12 +83,12 @@ def test_notes_name_everyone_left_out_once(report):
     twice = replace(report, rows=report.rows + report.rows)
     assert notes(twice) == [
         (
-            "sloppy, (4, 12, 256, 64) forward, float32: disagrees: its error is 7 times the"
+            "sloppy, (4, 256, 12, 64) forward, float32: disagrees: its error is 7 times the"
             " allowed one"
         ),
         "attnax flash: not installed: pip install attnax",
         (
-            "jax.nn, (1, 8, 2048, 64) forward+backward, float32: too large: needs 9.0 GiB of"
+            "jax.nn, (1, 2048, 8, 64) forward+backward, float32: too large: needs 9.0 GiB of"
             " temporaries, and the limit is 4.0 GiB"
         ),
     ]

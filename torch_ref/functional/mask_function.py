@@ -48,7 +48,7 @@ class Where(Positioned):
         check_known(_size(self.b), _size(self.n))
         b = self.b.to(rows.device)[:, None, None, None]
         n = self.n.to(rows.device)[None, :, None, None]
-        indices = b, n, self._positions(rows), cols
+        indices = b, n, self.positions(rows), cols
         size = broadcast_size(*indices)
         # Its own errors are passed on with the rule in front.
         result = called("mask", self.function, *indices)
@@ -56,7 +56,8 @@ class Where(Positioned):
         check_sees(dtype, tuple(result.shape), size)
         return result.expand(size)
 
-    def _positions(self, rows):
+    def positions(self, rows):
+        """Return the positions `(#b, 1, t, 1)` of queries at indices `(1, 1, t, 1)`."""
         offset = torch.as_tensor(0 if self.offset is None else self.offset, device=rows.device)
         return rows + offset.clamp(-(2**31), 2**31 - 1).reshape(-1, 1, 1, 1)
 
