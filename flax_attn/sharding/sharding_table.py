@@ -138,8 +138,8 @@ def warn_of_whole(tree: Any, mesh: Any) -> None:
     warnings.warn(
         f"{len(sizes)} parameters without axis names, {_bytes(amount)} of {_bytes(found.size)},"
         f" stay whole on each of the {mesh.size} devices: {', '.join(sizes[:5])}{more}. Name their"
-        " axes with flax.nnx.with_partitioning, or give the mesh an fsdp axis that divides one of"
-        " them; flax_attn.sharding.sharding_table(model, mesh) prints how each is split",
+        " axes with flax.nnx.with_partitioning, or give the mesh an Auto fsdp axis that divides one"
+        " of them; flax_attn.sharding.sharding_table(model, mesh) prints how each is split",
         stacklevel=3,
     )
 

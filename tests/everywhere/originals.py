@@ -46,7 +46,16 @@ def check_low(run: Callable, exact: Callable, arguments: Any, target: str) -> No
     for found, original, reference, factor in zip(ours, plain, references, factors, strict=True):
         found, original = _in_float64(found), _in_float64(original)
         errors = tolerance.lower_dtype(found, [original], reference, factor, eps)
-        assert max(errors.values()) <= 1, errors
+        nothing = _only_rounding(reference)
+        assert max(error for name, error in errors.items() if name not in nothing) <= 1, errors
+
+
+def _only_rounding(gradients: dict[str, np.ndarray]) -> set[str]:
+    # The bias of the keys moves all scores of a row alike: its gradient is 0 but for rounding, in
+    # float64 as well, and has no digit to compare.
+    sizes = {name: float(np.abs(array).max()) for name, array in gradients.items()}
+    largest = max(sizes.values())
+    return {name for name, size in sizes.items() if size < 1e-12 * largest}
 
 
 def _in_float64(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
