@@ -14,7 +14,9 @@ from flax import nnx
 from flax.nnx.nn.dtypes import promote_dtype
 from jaxtyping import Array
 
+from flax_attn.everywhere.attention_fn import note
 from flax_attn.everywhere.core import SharedDropout, attend, refusals
+from flax_attn.everywhere.target import LeftAlone
 from flax_attn.everywhere.words import asked_for
 from flax_attn.functional.dropout import KeyedDropout, key_data
 from flax_attn.functional.masks import Mask
@@ -108,3 +110,14 @@ def _flat(query: Array, key: Array, value: Array) -> Flat:
     if min(map(len, shapes)) < 3 or len(batches) > 1:
         raise ValueError(f"query, key and value must have the same batch axes; got {shapes}")
     return Flat(batches.pop())
+
+
+def dot_product_attention_weights(original: Callable, *args: Any, **kwargs: Any) -> Array:
+    """Leave alone what returns the weights: they are what others save."""
+    raise LeftAlone("it returns all weights, so that there is nothing to save")
+
+
+def multi_head_attention(original: Callable, module: Any, *args: Any, **kwargs: Any) -> Array:
+    """Call a module, and note an attention function that is not Flax's."""
+    note(module.attention_fn)
+    return original(module, *args, **kwargs)

@@ -10,7 +10,7 @@ from typing import Any
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from flax_attn.sharding.axes import axes_in, mesh_axes, table
+from flax_attn.sharding.axes import axes_in, mesh_axes
 from flax_attn.sharding.parameter_axes import given_names, specs
 
 # The lines of `RULES` that split parameters: a mesh with none of their axes copies all of them.
@@ -126,8 +126,7 @@ def warn_of_whole(tree: Any, mesh: Any) -> None:
 
     A mesh that splits no parameters, for data or tokens alone, copies all of them, as it should.
     """
-    lines = [name for name in _OF_PARAMETERS if name in table()]
-    if not any(mesh_axes(name, mesh) for name in lines):
+    if not any(mesh_axes(name, mesh) for name in _OF_PARAMETERS):
         return
     found = sharding_table(tree, mesh)
     if not found.unnamed:

@@ -8,9 +8,12 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from flax_attn.everywhere.attention_fn import note
 from flax_attn.everywhere.core import arguments
-from flax_attn.everywhere.flax_attention import flax_attention
+from flax_attn.everywhere.flax_attention import (
+    dot_product_attention_weights,
+    flax_attention,
+    multi_head_attention,
+)
 from flax_attn.everywhere.target import LeftAlone, Place, Target
 
 _PRODUCTS = "einsum_dot_general", "qk_attn_weights_einsum", "attn_weights_value_einsum"
@@ -29,17 +32,6 @@ def dot_product_attention(original: Callable, *args: Any, **kwargs: Any) -> Arra
     if len(heads) > 1:
         raise LeftAlone("query and key have different numbers of heads, which Linen refuses")
     return flax_attention(**call)
-
-
-def dot_product_attention_weights(original: Callable, *args: Any, **kwargs: Any) -> Array:
-    """Leave alone what returns the weights: they are what others save."""
-    raise LeftAlone("it returns all weights, so that there is nothing to save")
-
-
-def multi_head_attention(original: Callable, module: Any, *args: Any, **kwargs: Any) -> Array:
-    """Call a module, and note an attention function that is not Flax's."""
-    note(module.attention_fn)
-    return original(module, *args, **kwargs)
 
 
 _MODULE = "flax.linen.attention"

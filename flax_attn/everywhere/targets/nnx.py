@@ -7,10 +7,13 @@ from typing import Any
 
 from jaxtyping import Array
 
-from flax_attn.everywhere.attention_fn import note
 from flax_attn.everywhere.core import arguments
-from flax_attn.everywhere.flax_attention import flax_attention
-from flax_attn.everywhere.target import LeftAlone, Place, Target
+from flax_attn.everywhere.flax_attention import (
+    dot_product_attention_weights,
+    flax_attention,
+    multi_head_attention,
+)
+from flax_attn.everywhere.target import Place, Target
 
 
 def dot_product_attention(original: Callable, *args: Any, **kwargs: Any) -> Array:
@@ -20,17 +23,6 @@ def dot_product_attention(original: Callable, *args: Any, **kwargs: Any) -> Arra
     heeded.
     """
     return flax_attention(**arguments(original, *args, **kwargs))
-
-
-def dot_product_attention_weights(original: Callable, *args: Any, **kwargs: Any) -> Array:
-    """Leave alone what returns the weights: they are what others save."""
-    raise LeftAlone("it returns all weights, so that there is nothing to save")
-
-
-def multi_head_attention(original: Callable, module: Any, *args: Any, **kwargs: Any) -> Array:
-    """Call a module, and note an attention function that is not Flax's."""
-    note(module.attention_fn)
-    return original(module, *args, **kwargs)
 
 
 _MODULE = "flax.nnx.nn.attention"
