@@ -58,8 +58,8 @@ static void find_common(const T* from, const Layout& layout, const uint8_t* seen
 struct Deltas {
   Vector shifted{}, whole{};
 };
-template <typename O>
-static inline Deltas deltas(const float* const* cotangents, const O* const* outputs, int64_t v, const float* shift,
+template <typename C, typename O>
+static inline Deltas deltas(const C* const* cotangents, const O* const* outputs, int64_t v, const float* shift,
                             float* columns) {
   Deltas delta;
   for_columns(cotangents, v, [&](int64_t c, Vector lanes) { store(columns + c * WIDTH, lanes); });
@@ -111,6 +111,16 @@ struct KeyPanel {
 };
 static inline int64_t panel_size(const Attention& x, int64_t width) { return LANES * (2 * x.h + width + 2 * x.v); }
 
+// Which keys of the panel query i sees; none where i is beyond the last.
+static inline Ints visible_keys(const Backward& x, int64_t b, int64_t i, int half, const KeyPanel& panel) {
+  if (i >= x.t) return Ints{};
+  const int64_t row = b * x.t + i;
+  const Ints index = panel.index[half];
+  Ints visible = (index >= x.start[row]) & (index < std::min<int32_t>(x.stop[row], static_cast<int32_t>(x.s)));
+  if (x.query_segment) visible &= panel.segment[half] == x.query_segment[row];
+  return visible;
+}
+
 template <typename T>
 static void begin_keys(const Backward& x, int64_t b, int64_t kv, const Queries& queries, KeyPanel& panel) {
   const Layout key = keys_layout(x, x.h), value = keys_layout(x, x.v);
@@ -137,15 +147,7 @@ static void weigh_keys(const Backward& x, int64_t b, int64_t first, int64_t coun
     for (int half = 0; half < 2; ++half) {
       float* at = scores + i * LANES + half * WIDTH;
       Vector weight = exp2(load(at) - top[i]) * share[i];
-      if (masked) {
-        const int64_t row = b * x.t + first + i;
-        const bool real = first + i < x.t;
-        const Ints index = panel.index[half];
-        Ints visible = (index >= (real ? x.start[row] : 0)) &
-                       (index < (real ? std::min<int32_t>(x.stop[row], static_cast<int32_t>(x.s)) : 0));
-        if (x.query_segment && real) visible &= panel.segment[half] == x.query_segment[row];
-        weight = visible ? weight : Vector{};
-      }
+      if (masked) weight = visible_keys(x, b, first + i, half, panel) ? weight : Vector{};
       store(at, weight);
     }
 }
@@ -188,9 +190,8 @@ static void backward_tile(const Backward& x, int64_t b, int64_t first, int64_t c
 }
 
 template <typename T>
-static void finish_keys(const Backward& x, int64_t b, int64_t kv, const KeyPanel& panel) {
+static void finish_keys(const Backward& x, int64_t b, int64_t kv, const KeyPanel& panel, float factor) {
   const Layout key = tokens_first(x.s, x.k, x.h), value = tokens_first(x.s, x.k, x.v);
-  const float factor = x.soft_cap > 0 ? x.soft_cap : LN_2;  // the copy of the query holds the scale
   for (int64_t lane = 0; lane < std::min<int64_t>(LANES, x.s - panel.first); ++lane) {
     T* d_key = static_cast<T*>(x.d_key) + key.offset(b, panel.first + lane, kv);
     T* d_value = static_cast<T*>(x.d_value) + value.offset(b, panel.first + lane, kv);
@@ -201,11 +202,41 @@ static void finish_keys(const Backward& x, int64_t b, int64_t kv, const KeyPanel
   }
 }
 
+// Calls run(first, count, masked) for the queries that see any key of the panel, in blocks of whole groups of STEP.
+template <int64_t STEP, typename Run>
+static void for_queries(const Backward& x, int64_t b, const Range* ranges, const KeyPanel& panel, const Run& run) {
+  const int64_t groups = blocks_of(x.t, STEP);
+  for (int64_t group = 0, first; group < groups; group = std::max(group, first + 1)) {
+    bool masked = false;  // of the groups from `first` on that see any of these keys
+    for (first = group; group < groups && group < first + QUERIES / STEP; ++group) {
+      const Sight one = sight_of(x, b, ranges[group], panel.first, panel.first + LANES);
+      if (one == Sight::none) break;
+      masked |= one == Sight::some;
+    }
+    if (group > first) run(first * STEP, (group - first) * STEP, masked);
+  }
+}
+
+// The numbers of a call in float32.
+template <typename T>
+struct BackwardFloats {
+  using Type = T;
+  static constexpr int64_t STEP = ROWS;  // queries at a time
+  struct Registers {
+    Registers() {}
+  };
+  static int64_t scratch_size(const Attention& x) {
+    return queries_size(x, round_up(x.t, STEP)) + panel_size(x, round_up(x.h, WIDTH)) + 3 * QUERIES * LANES;
+  }
+  static void run(const Backward& x, int64_t b, int64_t kv, int64_t part, int64_t parts, const Range* ranges,
+                  const uint8_t* seen, float* scratch, float* d_query);
+};
+
 // Every `parts`-th panel of the keys of one head, from the `part`-th on, so that all parts of a causal call are alike.
 template <typename T>
-static void backward_part(const Backward& x, int64_t b, int64_t kv, int64_t part, int64_t parts, const Range* ranges,
-                          const uint8_t* seen, float* scratch, float* d_query) {
-  const int64_t padded = round_up(x.t, ROWS), width = round_up(x.h, WIDTH), rows = x.group() * padded;
+void BackwardFloats<T>::run(const Backward& x, int64_t b, int64_t kv, int64_t part, int64_t parts, const Range* ranges,
+                            const uint8_t* seen, float* scratch, float* d_query) {
+  const int64_t padded = round_up(x.t, STEP), width = round_up(x.h, WIDTH), rows = x.group() * padded;
   std::fill_n(scratch, queries_size(x, padded), 0.0f);
   Queries queries{padded, width, scratch, scratch + rows * x.h};
   queries.query_tiles = queries.cotangent + rows * x.v;
@@ -235,20 +266,12 @@ static void backward_part(const Backward& x, int64_t b, int64_t kv, int64_t part
   std::fill_n(d_query, rows * width, 0.0f);
   for (panel.first = part * LANES; panel.first < x.s; panel.first += parts * LANES) {
     begin_keys<T>(x, b, kv, queries, panel);
-    const auto sight = [&](int64_t group) {
-      return sight_of(x, b, ranges[group], panel.first, panel.first + LANES);
-    };
-    for (int64_t group = 0, first; group < padded / ROWS; group = std::max(group, first + 1)) {
-      bool masked = false;  // of the groups from `first` on that see any of these keys
-      for (first = group; group < padded / ROWS && group < first + QUERIES / ROWS; ++group) {
-        const Sight one = sight(group);
-        if (one == Sight::none) break;
-        masked |= one == Sight::some;
-      }
-      for (int64_t head = 0; group > first && head < x.group(); ++head)
-        backward_tile(x, b, first * ROWS, (group - first) * ROWS, masked, queries, head, panel, scores, d_query);
-    }
-    finish_keys<T>(x, b, kv, panel);
+    for_queries<STEP>(x, b, ranges, panel, [&](int64_t first, int64_t count, bool masked) {
+      for (int64_t head = 0; head < x.group(); ++head)
+        backward_tile(x, b, first, count, masked, queries, head, panel, scores, d_query);
+    });
+    // The copy of the query holds the scale.
+    finish_keys<T>(x, b, kv, panel, x.soft_cap > 0 ? x.soft_cap : LN_2);
   }
 }
 
@@ -270,32 +293,35 @@ static void finish_queries(const Backward& x, int64_t b, int64_t n, int64_t firs
   }
 }
 
-template <typename T>
+template <typename Numbers>
 static void backward_all(const Backward& x, Pool& pool) {
-  const int64_t padded = round_up(x.t, ROWS), width = round_up(x.h, WIDTH), heads = x.b * x.k;
+  constexpr int64_t STEP = Numbers::STEP;
+  const int64_t padded = round_up(x.t, STEP), width = round_up(x.h, WIDTH), heads = x.b * x.k;
   const int64_t parts = std::clamp<int64_t>(blocks_of(4 * pool.threads(), heads), 1, blocks_of(x.s, LANES));
-  const int64_t part_step = x.group() * padded * width, blocks = blocks_of(x.t, QUERIES), groups = padded / ROWS;
-  const int64_t scratch = queries_size(x, padded) + panel_size(x, width) + 3 * QUERIES * LANES;
+  const int64_t part_step = x.group() * padded * width, blocks = blocks_of(x.t, QUERIES), groups = padded / STEP;
+  const int64_t scratch = round_up(Numbers::scratch_size(x), WIDTH);
   std::vector<Range> ranges;
   std::vector<uint8_t> seen(x.b * x.s);
   for (int64_t b = 0; b < x.b; ++b) {
     find_seen(x, b, seen.data() + b * x.s);
     for (int64_t i = 0; i < groups; ++i) {
-      ranges.push_back(range_of(x, b, i * ROWS, std::min((i + 1) * ROWS, x.t)));
-      if ((i + 1) * ROWS > x.t) ranges.back().inner_stop = 0;  // what pads the last group sees nothing
+      ranges.push_back(range_of(x, b, i * STEP, std::min((i + 1) * STEP, x.t)));
+      if ((i + 1) * STEP > x.t) ranges.back().inner_stop = 0;  // what pads the last group sees nothing
     }
   }
   Array<float> scratches((pool.threads() + 1) * scratch), d_query(heads * parts * part_step);
   const int64_t work = x.b * x.n * x.t * x.s * (3 * x.h + 2 * x.v);
   parallel_for(pool, heads * parts, work, [&](int worker, int64_t task) {
     const int64_t b = task / parts / x.k, kv = task / parts % x.k;
-    backward_part<T>(x, b, kv, task % parts, parts, ranges.data() + b * groups, seen.data() + b * x.s,
-                     scratches + worker * scratch, d_query + task * part_step);
+    const typename Numbers::Registers registers;
+    Numbers::run(x, b, kv, task % parts, parts, ranges.data() + b * groups, seen.data() + b * x.s,
+                 scratches + worker * scratch, d_query + task * part_step);
   });
   parallel_for(pool, x.b * x.n * blocks, x.b * x.n * x.t * x.h * parts, [&](int, int64_t task) {
     const int64_t b = task / blocks / x.n, n = task / blocks % x.n, first = task % blocks * QUERIES;
     const float* from = d_query + (b * x.k + n / x.group()) * parts * part_step;
     from += (n % x.group() * padded + first) * width;
-    finish_queries<T>(x, b, n, first, std::min(first + QUERIES, x.t), parts, part_step, from, width);
+    const int64_t last = std::min(first + QUERIES, x.t);
+    finish_queries<typename Numbers::Type>(x, b, n, first, last, parts, part_step, from, width);
   });
 }

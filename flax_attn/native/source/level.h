@@ -29,7 +29,7 @@ static void forward(const Forward& x, Pool& pool) {
 }
 
 static void backward(const Backward& x, Pool& pool) {
-  by_type(x, [&](auto number) { backward_all<decltype(number)>(x, pool); });
+  by_type(x, [&](auto number) { backward_all<BackwardFloats<decltype(number)>>(x, pool); });
 }
 
 static void product(const MatrixProduct& x, Pool& pool) {

@@ -43,6 +43,26 @@ static inline void for_pair_columns(const BFloat16* const* rows, int64_t width, 
   }
 }
 
+// Copies TERMS rows as tiles of 16 of them, (2, width / TERMS, SIDE, TERMS), and writes zeros where there is none.
+static inline void put_rows(const BFloat16* const* rows, int64_t width, uint16_t* to) {
+  const int64_t tiles = blocks_of(width, TERMS);
+  for (int64_t i = 0; i < TERMS; ++i)
+    for (int64_t c = 0; c < tiles; ++c)
+      _mm512_storeu_si512(to + (i / SIDE * tiles + c) * TILE + i % SIDE * TERMS, load_pairs(rows[i], c * TERMS, width));
+}
+// The same transposed, as (width / SIDE, SIDE, TERMS).
+static inline void put_columns(const BFloat16* const* rows, int64_t width, uint16_t* to) {
+  for (int64_t c = 0; c < width; c += SIDE, to += TILE) {
+    Vector block[SIDE];
+    for (int64_t i = 0; i < SIDE; ++i) {
+      const Bits even = half_bits(rows[2 * i], c, width), odd = half_bits(rows[2 * i + 1], c, width);
+      block[i] = (Vector)(even | odd << 16);
+    }
+    transpose(block);
+    std::memcpy(to, block, sizeof block);
+  }
+}
+
 // Keys (b, k, padded / SIDE, h / TERMS, SIDE, TERMS) and values, transposed, (b, k, padded / TERMS, v / SIDE, SIDE, TERMS),
 // with h and v rounded up by zeros.
 struct TileKeys : Keys {
@@ -62,22 +82,10 @@ struct TileKeys : Keys {
   const uint16_t* key_tile(int64_t at) const { return key + at / SIDE * h_tiles * TILE; }
   const uint16_t* value_tile(int64_t at) const { return value + at / TERMS * v_tiles * TILE; }
 
-  // Copies rows from row `at` on, and writes zeros where there is none.
+  // Copies rows from row `at` on.
   void copy(int64_t at, const BFloat16* const* from_key, const BFloat16* const* from_value) {
-    uint16_t* to = key + at / SIDE * h_tiles * TILE;
-    for (int64_t i = 0; i < GROUP; ++i)
-      for (int64_t c = 0; c < h_tiles; ++c)
-        _mm512_storeu_si512(to + (i / SIDE * h_tiles + c) * TILE + i % SIDE * TERMS, load_pairs(from_key[i], c * TERMS, h));
-    to = value + at / TERMS * v_tiles * TILE;
-    for (int64_t c = 0; c < v_tiles; ++c) {
-      Vector block[SIDE];
-      for (int64_t i = 0; i < SIDE; ++i) {
-        const Bits even = half_bits(from_value[2 * i], c * SIDE, v), odd = half_bits(from_value[2 * i + 1], c * SIDE, v);
-        block[i] = (Vector)(even | odd << 16);
-      }
-      transpose(block);
-      std::memcpy(to + c * TILE, block, sizeof block);
-    }
+    put_rows(from_key, h, key + at / SIDE * h_tiles * TILE);
+    put_columns(from_value, v, value + at / TERMS * v_tiles * TILE);
   }
 };
 
