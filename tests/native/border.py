@@ -170,6 +170,8 @@ def change(draw: Draw, call: Border) -> Border:
         return recast(call, next(iter(call.arrays.values())).dtype, draw.one(*DTYPES))
     side = draw.one("arrays", "arrays", "results")
     arrays = getattr(call, side)
+    if not arrays:  # an earlier change has dropped its only one
+        return call
     name = draw.one(*arrays)
     changed = arrays | {name: other_array(draw, arrays[name])}
     if draw.one(*[False] * 7, True):
