@@ -19,7 +19,7 @@ from flax_attn import KeyedDropout, Mask
 from flax_attn.bench.calls import ModelCall, with_gradients
 from tools.aot import gpu
 from tools.aot.compiled import compiled
-from tools.aot.kernels import kernel
+from flax_attn.bench.kernels import kernel
 
 pytestmark = pytest.mark.usefixtures("no_shape_checks")
 

@@ -18,7 +18,7 @@ from tools.aot import report, rows
 from tools.aot.__main__ import main
 from tools.aot.compiled import CompiledCost, collectives, compile_for
 from tools.aot.devices import AbsentDevices
-from tools.aot.kernels import ComparedKernel, kernel
+from flax_attn.bench.kernels import ComparedKernel, kernel
 from tools.aot.rows import Row, grown, row
 
 pytestmark = pytest.mark.usefixtures("no_shape_checks")

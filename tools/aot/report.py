@@ -11,7 +11,7 @@ from rich.table import Table
 
 from tools.aot.compiled import CompiledCost
 from tools.aot.devices import AbsentDevices
-from tools.aot.kernels import kernel
+from flax_attn.bench.kernels import kernel
 from tools.aot.rows import Row, rows
 
 LEGEND = (

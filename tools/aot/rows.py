@@ -14,7 +14,7 @@ from jaxtyping import Array
 from flax_attn.bench.calls import ModelCall, with_gradients
 from tools.aot.compiled import CompiledCost, compile_for
 from tools.aot.devices import AbsentDevices
-from tools.aot.kernels import ComparedKernel
+from flax_attn.bench.kernels import ComparedKernel
 
 
 @dataclass(frozen=True)
