@@ -45,7 +45,7 @@ def _minutes(text: str) -> float:
 
 
 def _device_check(options: argparse.Namespace) -> int:
-    from flax_attn.bench.device.check import check
+    from flax_attn.bench.device import check
     from flax_attn.bench.device.report import page_beside
 
     beside = page_beside(options.json)
@@ -55,7 +55,7 @@ def _device_check(options: argparse.Namespace) -> int:
     def show(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
-    report = check(options.minutes, lambda found: found.write(options.json), show)
+    report = check.check(options.minutes, lambda found: found.write(options.json), show)
     print(f"wrote {options.json} and {beside}")
     for one in report.wrong:
         print(f"{one.status}: {one.backend}, {one.call}, {one.dtype} {one.note}".rstrip())

@@ -13,12 +13,12 @@ from rich.table import Table
 from flax_attn import Mask
 from flax_attn.aot import gpu
 from flax_attn.bench.calls import MODEL_CALLS, ModelCall
+from flax_attn.bench.kernels import ComparedKernel, kernel
 from tools.aot import gpu as of_gpu
 from tools.aot import report, rows
 from tools.aot.__main__ import main
 from tools.aot.compiled import CompiledCost, collectives, compile_for
 from tools.aot.devices import AbsentDevices
-from flax_attn.bench.kernels import ComparedKernel, kernel
 from tools.aot.rows import Row, grown, row
 
 pytestmark = pytest.mark.usefixtures("no_shape_checks")

@@ -68,7 +68,8 @@ def assembled(folder: Path) -> list[Assembled]:
             found.append(_assemble(entry[1], text, file, folder))
     for file in folder.iterdir():
         file.unlink()
-    return found
+    # Forward, and of the gradients those of keys first.
+    return sorted(found, key=lambda kernel: (kernel.name != "attention_forward", kernel.name))
 
 
 def _assemble(name: str, text: str, file: Path, folder: Path) -> Assembled:

@@ -138,7 +138,6 @@ def _row(one: CompiledCall, both: CompiledCall) -> tuple[str, ...]:
     if one.reason or both.reason:
         return one.call, one.chip, one.reason or both.reason, *[""] * 6
     kernels = both.assembled
-    least = [kernel.products for kernel in kernels]
     return (
         one.call,
         one.chip,
@@ -148,5 +147,5 @@ def _row(one: CompiledCall, both: CompiledCall) -> tuple[str, ...]:
         ", ".join(str(kernel.registers) for kernel in kernels),
         ", ".join(str(kernel.spills) for kernel in kernels),
         ", ".join(f"{kernel.shared / 1024:.0f}" for kernel in kernels),
-        ", ".join(map(str, least)),
+        ", ".join(str(kernel.products) for kernel in kernels),
     )

@@ -39,9 +39,7 @@ def _call(
 
 
 def _lengths() -> Any:
-    return jax.eval_shape(
-        lambda rows: Mask.lengths(key=rows), ShapeDtypeStruct((B,), jnp.int32)
-    )
+    return jax.eval_shape(lambda rows: Mask.lengths(key=rows), ShapeDtypeStruct((B,), jnp.int32))
 
 
 def _documents() -> Any:

@@ -170,9 +170,7 @@ def page(report: DeviceReport) -> str:
 def _machine(report: DeviceReport) -> str:
     text = ", ".join(f"{name} {value}" for name, value in report.machine.items())
     if report.interpreted:
-        text += (
-            "\n\nNo accelerator is attached: `fused` ran in Pallas's interpreter, and was not timed."
-        )
+        text += "\n\nNo accelerator is attached: `fused` ran in Pallas's interpreter, and was not timed."
     return text
 
 
@@ -181,7 +179,9 @@ def _conformance(report: DeviceReport) -> str:
     groups = dict.fromkeys((one.backend, one.dtype) for one in report.judgements)
     for backend, dtype in groups:
         own = [x for x in report.judgements if (x.backend, x.dtype) == (backend, dtype)]
-        counts = [sum(x.status == name for x in own) for name in ("equal", "refused", "not reached")]
+        counts = [
+            sum(x.status == name for x in own) for name in ("equal", "refused", "not reached")
+        ]
         wrong = sum(x in report.wrong for x in own)
         largest = max((x.error for x in own if x.error is not None), default=0.0)
         rows.append((backend, dtype, *map(str, counts), str(wrong), f"{largest:.2f}"))

@@ -29,9 +29,7 @@ def candidates(usual: TileRow) -> list[TileRow]:
         sizes = [Tiling(t, s) for t, s in TPU_TILES]
     else:
         stages = (1, 2)
-        sizes = [
-            Tiling(t, s, warps, stage) for (t, s, warps), stage in product(GPU_TILES, stages)
-        ]
+        sizes = [Tiling(t, s, warps, stage) for (t, s, warps), stage in product(GPU_TILES, stages)]
     return [usual, *(usual._replace(forward=size, backward=size) for size in sizes)]
 
 
@@ -41,6 +39,8 @@ def tried_tiles(
     """Yield the times of tiles on one call of each width, until a share of the time is spent."""
     seen = set()
     for call in calls:
+        if clock.over(share):
+            return
         usual = row_of(_prepared(call))
         width = max(call.arrays["query"].shape[3], call.arrays["value"].shape[3])
         if (width, usual.itemsize) in seen:
@@ -59,8 +59,6 @@ def _prepared(call: ModelCall) -> Call:
 def _try(call: ModelCall, row: TileRow, usual: bool) -> TriedTiles:
     try:
         with tried(row):
-            # Else JAX finds the program of other tiles in its caches.
-            jax.clear_caches()
             found = timed(call, forward(call, "fused"), forward_and_backward(call, "fused"))
     except Exception as error:  # tiles that do not fit the chip are a finding
         note = f"{type(error).__name__}: {error}".splitlines()[0]
