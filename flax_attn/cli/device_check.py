@@ -45,8 +45,8 @@ def _minutes(text: str) -> float:
 
 
 def _device_check(options: argparse.Namespace) -> int:
-    from flax_attn.bench.device import check
-    from flax_attn.bench.device.report import page_beside
+    from flax_attn.device import check
+    from flax_attn.device.report import page_beside
 
     beside = page_beside(options.json)
     for path in (options.json, beside):

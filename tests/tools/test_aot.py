@@ -13,7 +13,7 @@ from rich.table import Table
 from flax_attn import Mask
 from flax_attn.aot import gpu
 from flax_attn.bench.calls import MODEL_CALLS, ModelCall
-from flax_attn.bench.kernels import ComparedKernel, kernel
+from flax_attn.device.kernels import ComparedKernel, kernel
 from tools.aot import gpu as of_gpu
 from tools.aot import report, rows
 from tools.aot.__main__ import main

@@ -9,7 +9,7 @@ from itertools import groupby
 
 from rich.table import Table
 
-from flax_attn.bench.kernels import kernel
+from flax_attn.device.kernels import kernel
 from tools.aot.compiled import CompiledCost
 from tools.aot.devices import AbsentDevices
 from tools.aot.rows import Row, rows

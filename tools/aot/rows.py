@@ -12,7 +12,7 @@ import jax
 from jaxtyping import Array
 
 from flax_attn.bench.calls import ModelCall, with_gradients
-from flax_attn.bench.kernels import ComparedKernel
+from flax_attn.device.kernels import ComparedKernel
 from tools.aot.compiled import CompiledCost, compile_for
 from tools.aot.devices import AbsentDevices
 

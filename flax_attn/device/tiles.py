@@ -11,9 +11,9 @@ from flax_attn.backends.call import Call, prepare
 from flax_attn.backends.fused.kernel import Tiling
 from flax_attn.backends.fused.tilings import TileRow, row_of, tried
 from flax_attn.bench.calls import ModelCall, forward, forward_and_backward
-from flax_attn.bench.device.clock import Clock
-from flax_attn.bench.device.report import TriedTiles
-from flax_attn.bench.device.times import timed
+from flax_attn.device.clock import Clock
+from flax_attn.device.report import TriedTiles
+from flax_attn.device.times import timed
 
 # Queries, keys and warps of a tile; on a TPU a tile has no warps.
 GPU_TILES = ((128, 64, 8), (128, 32, 8), (64, 128, 8), (64, 64, 4), (64, 32, 4), (32, 64, 4))

@@ -11,13 +11,13 @@ from flax_attn.backends.fused.kernel import Tiling
 from flax_attn.backends.fused.tilings import TABLE, TileRow, row_of, tried
 from flax_attn.backends.registry import load
 from flax_attn.bench.calls import MODEL_CALLS
-from flax_attn.bench.device import check, conformance, tiles, times
-from flax_attn.bench.device.calls import CALLS, NAN, drawn, in_dtype
-from flax_attn.bench.device.clock import Clock
-from flax_attn.bench.device.report import DeviceReport, Judgement, Timing, TriedTiles, page
-from flax_attn.bench.device.times import TimedCall
-from flax_attn.bench.device.torch_kernels import sdpa, tensors
 from flax_attn.cli import main
+from flax_attn.device import check, conformance, tiles, times
+from flax_attn.device.calls import CALLS, NAN, drawn, in_dtype
+from flax_attn.device.clock import Clock
+from flax_attn.device.report import DeviceReport, Judgement, Timing, TriedTiles, page
+from flax_attn.device.times import TimedCall
+from flax_attn.device.torch_kernels import sdpa, tensors
 
 pytestmark = pytest.mark.usefixtures("no_shape_checks")
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from flax_attn.convert.replacing import replacing
 
 MIB = 2**20
+STATUSES = ("equal", "differs", "failed", "refused", "not reached")
+INTERPRETED = "No accelerator is attached: `fused` ran in Pallas's interpreter, and was not timed."
 
 
 @dataclass(frozen=True)
@@ -169,24 +172,22 @@ def page(report: DeviceReport) -> str:
 
 def _machine(report: DeviceReport) -> str:
     text = ", ".join(f"{name} {value}" for name, value in report.machine.items())
-    if report.interpreted:
-        text += "\n\nNo accelerator is attached: `fused` ran in Pallas's interpreter, and was not timed."
-    return text
+    return f"{text}\n\n{INTERPRETED}" if report.interpreted else text
 
 
 def _conformance(report: DeviceReport) -> str:
-    rows = [("backend", "dtype", "equal", "refused", "not reached", "wrong", "largest error")]
+    rows: list[Sequence[str]] = [("backend", "dtype", *STATUSES, "largest error")]
     groups = dict.fromkeys((one.backend, one.dtype) for one in report.judgements)
-    for backend, dtype in groups:
-        own = [x for x in report.judgements if (x.backend, x.dtype) == (backend, dtype)]
-        counts = [
-            sum(x.status == name for x in own) for name in ("equal", "refused", "not reached")
-        ]
-        wrong = sum(x in report.wrong for x in own)
-        largest = max((x.error for x in own if x.error is not None), default=0.0)
-        rows.append((backend, dtype, *map(str, counts), str(wrong), f"{largest:.2f}"))
-    found = [table(rows), "Errors are over the allowed ones: at most 1 is equal."]
-    return "\n\n".join(found + [_wrong(one) for one in report.wrong])
+    for group in groups:
+        own = [one for one in report.judgements if (one.backend, one.dtype) == group]
+        counts = Counter(one.status for one in own)
+        shown = [str(counts[status]) for status in STATUSES]
+        errors = [one.error for one in own if one.error is not None]
+        largest = max(errors, default=0.0)
+        rows.append((*group, *shown, f"{largest:.2f}"))
+    legend = "Errors are over the allowed ones: at most 1 is equal."
+    wrong = [_wrong(one) for one in report.wrong]
+    return "\n\n".join([table(rows), legend, *wrong])
 
 
 def _wrong(one: Judgement) -> str:
@@ -195,19 +196,28 @@ def _wrong(one: Judgement) -> str:
 
 
 def _times(report: DeviceReport) -> str:
-    rows = [("call", "kernel", "forward ms", "with backward ms", "predicted ms", "MiB", "note")]
-    for one in report.timings:
-        name = f"**{one.kernel}** (auto)" if one.chosen else one.kernel
-        times = (milliseconds(x) for x in (one.forward, one.backward, one.predicted))
-        memory = "" if one.temporaries is None else f"{one.temporaries / MIB:.1f}"
-        note = one.note if one.status == "timed" else f"{one.status}: {one.note}"
-        rows.append((one.call, name, *times, memory, note))
-    lines = [
-        f"`auto` takes {chosen.kernel} for {call}, and {other.kernel} was faster:"
-        f" {milliseconds(other.forward)} of {milliseconds(chosen.forward)} ms."
-        for call, (chosen, other) in report.slower.items()
-    ]
+    heading = "call", "kernel", "forward ms", "with backward ms", "predicted ms", "MiB", "note"
+    rows: list[Sequence[str]] = [heading, *(_timing(one) for one in report.timings)]
+    lines = []
+    for call, (chosen, other) in report.slower.items():
+        taken = milliseconds(chosen.forward)
+        least = milliseconds(other.forward)
+        names = f"`auto` takes {chosen.kernel} for {call}, and {other.kernel} was faster"
+        lines.append(f"{names}: {least} of {taken} ms.")
     return "\n\n".join([table(rows), *lines])
+
+
+def _timing(one: Timing) -> tuple[str, ...]:
+    memory = "" if one.temporaries is None else f"{one.temporaries / MIB:.1f}"
+    return (
+        one.call,
+        f"**{one.kernel}** (auto)" if one.chosen else one.kernel,
+        milliseconds(one.forward),
+        milliseconds(one.backward),
+        milliseconds(one.predicted),
+        memory,
+        one.note if one.status == "timed" else f"{one.status}: {one.note}",
+    )
 
 
 def _tiles(report: DeviceReport) -> str:
@@ -215,10 +225,11 @@ def _tiles(report: DeviceReport) -> str:
         return "None were tried."
     rows = [("call", "tiles", "with backward ms", "note")]
     for one in report.tiles:
-        row = f"`{one.row}`" + (" (usual)" if one.usual else "")
-        rows.append((one.call, row, milliseconds(one.seconds), one.note))
-    best = [f"    {one.row},  # {call}" for call, one in report.best_tiles.items()]
+        usual = " (usual)" if one.usual else ""
+        seconds = milliseconds(one.seconds)
+        rows.append((one.call, f"`{one.row}`{usual}", seconds, one.note))
     # As they are pasted into flax_attn/backends/fused/tilings.py.
+    best = [f"    {one.row},  # {call}" for call, one in report.best_tiles.items()]
     return "\n".join([table(rows), "", "```python", *best, "```"])
 
 
@@ -227,7 +238,7 @@ def milliseconds(seconds: float | None) -> str:
     return "" if seconds is None else f"{1000 * seconds:.4g}"
 
 
-def table(rows: Iterable[tuple[str, ...]]) -> str:
+def table(rows: Iterable[Sequence[str]]) -> str:
     """Return rows as a table in Markdown, of which the first is the heading."""
     heading, *others = rows
     lines = [heading, ("---",) * len(heading), *others]

@@ -12,9 +12,9 @@ import numpy as np
 
 from flax_attn.backends.call import Unsupported
 from flax_attn.bench.calls import ModelCall, forward_and_backward
-from flax_attn.bench.device.calls import CALLS, NAN, drawn, in_dtype
-from flax_attn.bench.device.clock import Clock
-from flax_attn.bench.device.report import Judgement
+from flax_attn.device.calls import CALLS, NAN, drawn, in_dtype
+from flax_attn.device.clock import Clock
+from flax_attn.device.report import Judgement
 from flax_attn.parity import tolerance
 
 DTYPES = ("bfloat16", "float32", "float16")  # in the order in which models use them
@@ -27,7 +27,7 @@ Results = Mapping[str, np.ndarray]
 def judgements(
     backends: Sequence[str], clock: Clock, share: float, calls: Sequence[ModelCall] = CALLS
 ) -> Iterator[Judgement]:
-    """Yield what was found of each backend on each call; once a share of the time is spent, nothing.
+    """Yield what was found of each backend on each call, until a share of the time is spent.
 
     The last dtype is the one that may not be reached.
     """

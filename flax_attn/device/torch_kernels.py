@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from flax_attn.bench.calls import ModelCall
-from flax_attn.bench.device.calls import drawn
+from flax_attn.device.calls import drawn
 from flax_attn.functional.masks import Mask
 
 TURNS, REPEATS = 5, 8
@@ -99,6 +99,7 @@ def flex(call: ModelCall) -> Callable[..., Any]:
         )
 
     def capped(score: Any, b: Any, n: Any, i: Any, j: Any) -> Any:
+        assert cap is not None, "it is given where there is a cap"
         return cap * torch.tanh(score / cap)
 
     t, s = call.arrays["query"].shape[1], call.arrays["key"].shape[1]

@@ -12,12 +12,12 @@ from flax_attn.backends.fused import interpreted
 from flax_attn.backends.registry import BACKENDS, load
 from flax_attn.bench import machine
 from flax_attn.bench.calls import MODEL_CALLS, ModelCall
-from flax_attn.bench.device.calls import CALLS
-from flax_attn.bench.device.clock import Clock
-from flax_attn.bench.device.conformance import judgements
-from flax_attn.bench.device.report import DeviceReport
-from flax_attn.bench.device.tiles import tried_tiles
-from flax_attn.bench.device.times import timings
+from flax_attn.device.calls import CALLS
+from flax_attn.device.clock import Clock
+from flax_attn.device.conformance import judgements
+from flax_attn.device.report import DeviceReport
+from flax_attn.device.tiles import tried_tiles
+from flax_attn.device.times import timings
 
 # Of the time, when each part ends at the latest.
 JUDGED, TIMED, TRIED = 0.4, 0.75, 1.0

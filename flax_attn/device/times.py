@@ -11,11 +11,11 @@ import jax
 
 from flax_attn.bench import timing
 from flax_attn.bench.calls import ModelCall, forward, forward_and_backward, with_gradients
-from flax_attn.bench.device.calls import drawn
-from flax_attn.bench.device.clock import Clock
-from flax_attn.bench.device.report import Timing
-from flax_attn.bench.device.torch_kernels import torch_timers
-from flax_attn.bench.kernels import kernel
+from flax_attn.device.calls import drawn
+from flax_attn.device.clock import Clock
+from flax_attn.device.kernels import kernel
+from flax_attn.device.report import Timing
+from flax_attn.device.torch_kernels import torch_timers
 from flax_attn.sharding.explain import Explanation, explain
 
 TURNS = 5
