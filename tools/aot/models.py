@@ -118,34 +118,31 @@ def _program(
 
 
 def markdown(found: Iterable[Programs]) -> str:
-    """Return a table in Markdown: a row for a call on a chip."""
-    heading = (
-        "call",
-        "chip",
-        "kernels, launches",
-        "with backward",
-        "temporaries MiB",
-        "registers",
-        "spills bytes",
-        "shared KiB",
-        "tensor-core instructions",
-    )
-    rows = [heading, ("---",) * len(heading), *(_row(*programs) for programs in found)]
+    """Return a table in Markdown: a row for a call, a column for a chip.
+
+    A cell has launches, temporaries in MiB, and of the kernels of ours on a GPU registers, spills
+    in bytes, shared memory in KiB and instructions for tensor cores.
+    """
+    cells: dict[str, dict[str, str]] = {}
+    for one, both in found:
+        cells.setdefault(one.call, {})[one.chip] = _cell(one, both)
+    chips = list(dict.fromkeys(chip for row in cells.values() for chip in row))
+    rows = [["call", *chips], ["---"] * (1 + len(chips))]
+    rows += [[call, *(row.get(chip, "") for chip in chips)] for call, row in cells.items()]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
-def _row(one: CompiledCall, both: CompiledCall) -> tuple[str, ...]:
+def _cell(one: CompiledCall, both: CompiledCall) -> str:
     if one.reason or both.reason:
-        return one.call, one.chip, one.reason or both.reason, *[""] * 6
-    kernels = both.assembled
-    return (
-        one.call,
-        one.chip,
-        f"{one.kernels}, {one.launches}",
-        f"{both.kernels}, {both.launches}",
+        return one.reason or both.reason
+    lines = [
+        f"{one.kernels} of {one.launches}, {both.kernels} of {both.launches}",
         f"{one.temporaries / MIB:.1f}, {both.temporaries / MIB:.1f}",
-        ", ".join(str(kernel.registers) for kernel in kernels),
-        ", ".join(str(kernel.spills) for kernel in kernels),
-        ", ".join(f"{kernel.shared / 1024:.0f}" for kernel in kernels),
-        ", ".join(str(kernel.products) for kernel in kernels),
-    )
+    ]
+    kernels = both.assembled
+    if kernels:
+        lines.append(" ".join(str(kernel.registers) for kernel in kernels))
+        lines.append(" ".join(str(kernel.spills) for kernel in kernels))
+        lines.append(" ".join(f"{kernel.shared / 1024:.0f}" for kernel in kernels))
+        lines.append(" ".join(str(kernel.products) for kernel in kernels))
+    return "<br>".join(lines)
