@@ -233,9 +233,10 @@ class JaxAdapter(ModuleAdapter):
     def _named(self, outputs: Mapping[str, jax.Array]) -> Arrays:
         """Return outputs, statistics that a call leaves by their shared names."""
         arrays = float64(outputs)
-        kept = {own: arrays.pop(kept_name(own), None) for own in self._statistics}
+        returned = [own for own in self._statistics if kept_name(own) in arrays]
+        kept = {own: arrays.pop(kept_name(own)) for own in returned}
         for entry in self.entries:
-            if kept.get(entry.ours[0]) is not None:
+            if entry.ours[0] in kept:
                 arrays[kept_name(entry.theirs)] = entry.join(kept)
         return arrays
 
