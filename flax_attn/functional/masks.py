@@ -123,7 +123,10 @@ class Mask:
 
     @staticmethod
     def dense(array: ArrayLike) -> Mask:
-        """Any boolean array that broadcasts to `(b, n, t, s)`."""
+        """Any boolean array that broadcasts to `(b, n, t, s)`, True = attend.
+
+        One of numbers is taken where its values are known and are 0 and 1, with at least one 1.
+        """
         return Mask((Dense(as_booleans(array)),))
 
     # NumPy leaves `array & mask` to the mask.
