@@ -102,7 +102,11 @@ class Mask:
     def lengths(
         *, query: Count | ArrayLike | None = None, key: Count | ArrayLike | None = None
     ) -> Mask:
-        """Hide padding: in row `b` the first `query[b]` queries and `key[b]` keys are real."""
+        """Hide padding: in row `b` the first `query[b]` queries and `key[b]` keys are real.
+
+        With `key` only, queries of padding still attend, and their output is not 0. In
+        self-attention of a layer pass `lengths=` to the layer, which hides both.
+        """
         counts = as_integers("query lengths", query), as_integers("key lengths", key)
         return Mask((Lengths(*counts),))
 

@@ -206,6 +206,9 @@ class MultiHeadAttention(HeadAttention):
                 tokens. They hide nothing: causality follows the order, and packed sequences are
                 kept apart by the mask.
             lengths: number of real tokens in each row, `(b,)`; the rest is padding. None is all.
+                Take it for sequences that are padded at the end: the heads return 0 for padding.
+                `mask=Mask.lengths(key=lengths)` hides the same keys, but lets the tokens of
+                padding attend; take it where the key is another sequence.
             cache: keys and values of the tokens before, from `init_cache`; the new ones are stored
                 behind them.
             return_weights: whether to return the weights too; the output is the same, bit for bit.
