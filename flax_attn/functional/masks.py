@@ -102,7 +102,11 @@ class Mask:
     def lengths(
         *, query: Count | ArrayLike | None = None, key: Count | ArrayLike | None = None
     ) -> Mask:
-        """Hide padding: in row `b` the first `query[b]` queries and `key[b]` keys are real."""
+        """Hide padding: in row `b` the first `query[b]` queries and `key[b]` keys are real.
+
+        With `key` only, queries of padding still attend, and their output is not 0. In
+        self-attention of a layer pass `lengths=` to the layer, which hides both.
+        """
         counts = as_integers("query lengths", query), as_integers("key lengths", key)
         return Mask((Lengths(*counts),))
 
@@ -123,7 +127,10 @@ class Mask:
 
     @staticmethod
     def dense(array: ArrayLike) -> Mask:
-        """Any boolean array that broadcasts to `(b, n, t, s)`."""
+        """Any boolean array that broadcasts to `(b, n, t, s)`, True = attend.
+
+        One of numbers is taken where its values are known and are 0 and 1, with at least one 1.
+        """
         return Mask((Dense(as_booleans(array)),))
 
     # NumPy leaves `array & mask` to the mask.

@@ -48,7 +48,7 @@ class HeadAttention(Attention):
     Example:
         >>> from flax_attn import MultiHeadAttention
         >>> rngs = nnx.Rngs(0)
-        >>> layer = MultiHeadAttention(6, 8, context_length=5, dropout=0.0, num_heads=4, rngs=rngs)
+        >>> layer = MultiHeadAttention(6, 8, num_heads=4, rngs=rngs)
         >>> layer.num_heads, layer.head_dim, layer.causal
         (4, 2, True)
     """

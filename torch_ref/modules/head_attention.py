@@ -30,7 +30,7 @@ class HeadAttention(Attention):
 
     Example:
         >>> from torch_ref import MultiHeadAttention
-        >>> layer = MultiHeadAttention(6, 8, context_length=5, dropout=0.0, num_heads=4)
+        >>> layer = MultiHeadAttention(6, 8, num_heads=4)
         >>> layer.num_heads, layer.head_dim, layer.causal
         (4, 2, True)
     """
