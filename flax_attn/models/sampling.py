@@ -41,8 +41,9 @@ def _least_inside(logits: Array, top_p: float) -> Array:
     ordered = -jnp.sort(-logits, axis=-1)
     chances = jax.nn.softmax(ordered, axis=-1)
     before = jnp.cumsum(chances, axis=-1) - chances
+    inside = before < top_p
     # The first always, as a `top_p` below the numbers of float32 is 0.
-    inside = (before < top_p).at[:, 0].set(True)
+    inside = inside.at[:, 0].set(True)
     kept = jnp.where(inside, ordered, jnp.inf)
     return kept.min(axis=-1, keepdims=True)
 
