@@ -61,8 +61,9 @@ class Mask:
         """Query at position `p` sees the keys from `p - left` to `p + right`, both included."""
         check_window(left=left, right=right)
         # Integers of NumPy become those of Python.
-        sides = as_integers("left", left), as_integers("right", right)
-        return Mask((Window(*sides, offset=as_integers("offset", offset)),))
+        left = None if left is None else int(left)
+        right = None if right is None else int(right)
+        return Mask((Window(left, right, offset=as_integers("offset", offset)),))
 
     @staticmethod
     def sliding_window(width: int, offset: Count | ArrayLike | None = None) -> Mask:

@@ -81,7 +81,7 @@ def _bits(shape: tuple[int, ...], key: Array, step: Array | int) -> Array:
     step = jnp.asarray(step, jnp.uint32)
     own = threefry_2x32((key[0], key[1]), (step, rows[:, None]))
     bits, _ = threefry_2x32(own, (words[None], jnp.uint32(0)))
-    return bits
+    return jnp.asarray(bits)
 
 
 def _from(logits: Array, least: Array) -> Array:
