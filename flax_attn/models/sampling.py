@@ -39,6 +39,7 @@ def keep_most_likely(logits: Float[Array, "b v"], sampling: Sampling) -> Float[A
 def _least_inside(logits: Array, top_p: float) -> Array:
     """Return the least logit of each row whose more likely ones have a chance below `top_p`."""
     ordered = -jnp.sort(-logits, axis=-1)
+    # The most likely first: what stands before a word has at least its chance.
     chances = jax.nn.softmax(ordered, axis=-1)
     before = jnp.cumsum(chances, axis=-1) - chances
     inside = before < top_p
@@ -79,6 +80,7 @@ def _bits(shape: tuple[int, ...], key: Array, step: Array | int) -> Array:
     rows = jnp.arange(b, dtype=jnp.uint32)
     words = jnp.arange(v, dtype=jnp.uint32)
     step = jnp.asarray(step, jnp.uint32)
+    # Each row has a key of its own, so that a row does not depend on the others.
     own = threefry_2x32((key[0], key[1]), (step, rows[:, None]))
     bits, _ = threefry_2x32(own, (words[None], jnp.uint32(0)))
     return jnp.asarray(bits)

@@ -35,6 +35,7 @@ def keep_most_likely(logits: Float[Tensor, "b v"], sampling: Sampling) -> Float[
 def _least_inside(logits: Tensor, top_p: float) -> Tensor:
     """Return the least logit of each row whose more likely ones have a chance below `top_p`."""
     ordered = logits.sort(dim=-1, descending=True).values
+    # The most likely first: what stands before a word has at least its chance.
     chances = ordered.softmax(dim=-1)
     before = chances.cumsum(dim=-1) - chances
     inside = before < top_p
@@ -75,6 +76,7 @@ def _bits(shape: tuple[int, ...], key: Tensor, step: Tensor | int) -> Tensor:
     rows = torch.arange(b)
     words = torch.arange(v)
     step = torch.as_tensor(step)
+    # Each row has a key of its own, so that a row does not depend on the others.
     own = threefry_2x32((key[0], key[1]), (step, rows[:, None]))
     bits, _ = threefry_2x32(own, (words[None], torch.tensor(0)))
     return bits
