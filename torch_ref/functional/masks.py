@@ -55,7 +55,6 @@ class Mask:
         """Query at position `p` sees the keys from `p - left` to `p + right`, both included."""
         check_window(left=left, right=right)
         # Integers of NumPy become those of Python.
-        # Integers of NumPy become those of Python.
         left = None if left is None else int(left)
         right = None if right is None else int(right)
         return Mask((Window(left, right, offset=as_integers("offset", offset)),))

@@ -279,10 +279,10 @@ def _named_as_in(names: Iterable[str], entries: list[Entry], family: Family) -> 
     a longer prefix.
     """
     base = family.base
-    anchor = next(entry.theirs for entry in entries if family.anchor in entry.ours).removeprefix(
-        base
-    )
-    start = next((name.removesuffix(anchor) for name in names if name.endswith(anchor)), base)
+    anchored = next(entry for entry in entries if family.anchor in entry.ours)
+    anchor = anchored.theirs.removeprefix(base)
+    starts = (name.removesuffix(anchor) for name in names if name.endswith(anchor))
+    start = next(starts, base)
     outer = start.removesuffix(base)
 
     def place(name: str) -> str:
@@ -310,19 +310,21 @@ def _fill(
     memory: Memory | OnMesh,
 ) -> None:
     """Read the weights, the largest first: its copies are made while memory is free."""
-    groups = sorted(
-        _by_variables(entries, own), key=lambda group: -sum(math.prod(e.shape) for e in group)
-    )
+    groups = sorted(_by_variables(entries, own), key=_size, reverse=True)
     for group in _shown(groups) if progress else groups:
-        mapped = {name: parts for entry in group for name, parts in _read(entry, stored).items()}
+        mapped = {}
+        for entry in group:
+            mapped |= _read(entry, stored)
         for variable, layers in whole(own, mapped):
             arrays = [array for parts in layers for array in parts]
-            kept = dtype is None or not isinstance(
-                variable, nnx.Param
-            )  # statistics keep their dtype
-            variable.set_value(
-                memory.copy(arrays, variable, jnp.dtype(arrays[0].dtype if kept else dtype))
-            )
+            # Statistics keep their dtype.
+            kept = dtype is None or not isinstance(variable, nnx.Param)
+            wanted = jnp.dtype(arrays[0].dtype if kept else dtype)
+            variable.set_value(memory.copy(arrays, variable, wanted))
+
+
+def _size(group: list[Entry]) -> int:
+    return sum(math.prod(entry.shape) for entry in group)
 
 
 def _read(entry: Entry, stored: Mapping[str, Stored]) -> dict[str, list[np.ndarray]]:
