@@ -36,8 +36,10 @@ def with_known(mask: Mask, t: int, s: int) -> Mask:
         return mask
     found = Mask()
     for part in mask.parts:
-        is_array = isinstance(part, Dense) and part.array.shape[-2:] == (t, s)
-        found = found & (_simpler(part.array) if is_array else Mask((part,)))
+        if isinstance(part, Dense) and part.array.shape[-2:] == (t, s):
+            found = found & _simpler(part.array)
+        else:
+            found = found & Mask((part,))
     return found
 
 
