@@ -89,8 +89,9 @@ def _is_causal(array: Any) -> bool:
 
 @jax.jit
 def _equals_causal(values: Array) -> Array:
-    rows, columns = (jnp.arange(size) for size in values.shape[-2:])
-    return jnp.all(values == (columns <= rows[:, None]))
+    # Indices of the rank of the mask: a caller may have forbidden others.
+    rows, columns = (jax.lax.broadcasted_iota(int, values.shape, values.ndim - i) for i in (2, 1))
+    return jnp.all(values == (columns <= rows))
 
 
 def _value(x: Any, done: dict[int, Any]) -> Any:

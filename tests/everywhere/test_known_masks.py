@@ -119,3 +119,8 @@ def test_a_causal_array_costs_what_a_causal_mask_costs():
         layer(x, is_causal=True)
     by_array, by_flag = report.taken
     assert (by_array.backend, by_array.after) == (by_flag.backend, by_flag.after)
+
+
+def test_it_is_known_where_ranks_are_not_promoted():
+    with jax.numpy_rank_promotion("raise"):
+        assert kinds(CAUSAL[None, None]) == [Causal]
