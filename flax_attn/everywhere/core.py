@@ -17,6 +17,7 @@ from flax_attn.backends.platform import varying
 from flax_attn.everywhere import reports
 from flax_attn.everywhere.dispatch import PLACE
 from flax_attn.everywhere.empty_rows import with_means
+from flax_attn.everywhere.known_masks import with_known
 from flax_attn.everywhere.target import LeftAlone
 from flax_attn.functional.cache_base import Cache
 from flax_attn.functional.dropout import KeyedDropout
@@ -82,7 +83,7 @@ def attend(
         LeftAlone: if this library refuses the call, before any work.
     """
     with refusals():
-        mask = as_mask(mask)
+        mask = with_known(as_mask(mask), query.shape[-3], key.shape[-3])
         found = explain(query, key, value, bias, mask, **options)
     if found.division is not None and isinstance(options.get("dropout"), SharedDropout):
         # What drops the weights of a part of a call counts all rows and heads.
