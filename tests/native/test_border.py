@@ -20,6 +20,7 @@ ATTENTION = {
     "stop": "int32 2 3",
     "query_segment": "int32 2 3",
     "key_segment": "int32 2 5",
+    "dense": "bool 1 4 1 5",
 }
 ROWS, OUTPUT = "float32 2 4 3", "float32 2 3 4 7"
 SCORES = {"scale": np.float32(0.5), "soft_cap": np.float32(0), "heads_first": False}
@@ -75,6 +76,9 @@ BOTH = {
     "stop must be int32, and (..., b, t)": {"stop": "uint32 2 3"},
     "query_segment must be int32, and (..., b, t), or": {"query_segment": "int32 2 0"},
     "key_segment must be int32, and (..., b, s), or": {"key_segment": "int32 2 0"},
+    "dense must be bool, and (..., b or 1, n or 1, t or 1, s) or": {"dense": "bool 3 1 3 5"},
+    "dense must be bool, and": {"dense": "bool 2 2 3 5"},
+    "dense must be": {"dense": "uint8 2 4 3 5"},
     "soft_cap must be positive, or 0 for none": {"soft_cap": np.float32(-1)},
 }
 BREAKS = {

@@ -11,7 +11,7 @@ from flax_attn.backends.call import Call
 from flax_attn.backends.native.kernel import FEW, forward
 from flax_attn.backends.platform import may_be_partitioned, varying
 from flax_attn.functional.mask_part import IntervalPart
-from flax_attn.functional.mask_parts import Segments
+from flax_attn.functional.mask_parts import Dense, Segments
 from flax_attn.native import DTYPES, MISSING, library
 
 
@@ -25,15 +25,15 @@ class Native(Backend):
     few = FEW
     typed = True
     nonfinite = "in its kernel"
-    structure = "causal, windows, lengths, prefix, segments: hidden blocks are skipped"
-    limits = "masks that are dense or functions, a precision that is an algorithm"
+    structure = "causal, windows, lengths, prefix, segments, arrays: hidden blocks are skipped"
+    limits = "masks that are functions, a precision that is an algorithm"
 
     def preferred(self, call: Call) -> bool:
         # XLA cannot divide the gradient of a call that it cannot look into.
         return jax.sharding.get_abstract_mesh().empty or not may_be_partitioned()
 
     def refuse(self, call: Call) -> str | None:
-        rest = [part for part in call.mask.parts if not isinstance(part, IntervalPart)]
+        rest = [part for part in call.mask.parts if not isinstance(part, IntervalPart | Dense)]
         segments = [part for part in rest if isinstance(part, Segments)]
         if library() is None:
             return MISSING
@@ -41,7 +41,7 @@ class Native(Backend):
             found = " & ".join(
                 type(part).__name__ for part in rest
             )  # not their arrays, which would be waited for
-            takes = "causal masks, windows, lengths, prefixes and one pair of segments"
+            takes = "causal masks, windows, lengths, prefixes, arrays and one pair of segments"
             return f"native takes {takes}; got {found}"
         if any(ids.dtype.itemsize > 4 for part in segments for ids in (part.query, part.key)):
             return "native compares segment ids of up to 32 bits; got 64. Cast them to int32"

@@ -22,7 +22,13 @@ struct Attention {
   const float* sinks;           // (b, n), or null
   const int32_t *start, *stop;  // (b, t): query i may see the keys start[i] <= j < stop[i]
   const int32_t *query_segment, *key_segment;  // (b, t) and (b, s), or null: and those of its own segment
+  const uint8_t* dense;  // (b / dense_rows, 1 or n, 1 or t, s), or null: and those where it is not 0
+  int64_t dense_rows;    // of the batch that share an array
+  int64_t dense_row, dense_head, dense_query;  // from one to the next; 0 where one serves all
   int64_t group() const { return n / k; }
+  const uint8_t* dense_keys(int64_t row, int64_t head, int64_t query) const {
+    return dense + row / dense_rows * dense_row + head * dense_head + query * dense_query;
+  }
 };
 
 // Where a call is differentiated, every score is summed in the same order in `forward` as in `backward`: large scores

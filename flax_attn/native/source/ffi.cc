@@ -48,7 +48,7 @@ struct GroupedOptions {
 
 // The arrays that forward and backward begin with.
 struct AttentionArrays {
-  Given query, key, value, sinks, start, stop, query_segment, key_segment;
+  Given query, key, value, sinks, start, stop, query_segment, key_segment, dense;
   explicit AttentionArrays(Border& border)
       : query(border.argument("query")),
         key(border.argument("key")),
@@ -57,7 +57,8 @@ struct AttentionArrays {
         start(border.argument("start")),
         stop(border.argument("stop")),
         query_segment(border.argument("query_segment")),
-        key_segment(border.argument("key_segment")) {}
+        key_segment(border.argument("key_segment")),
+        dense(border.argument("dense")) {}
   Sizes batch() const { return query.before(3); }
 };
 
@@ -111,6 +112,17 @@ void check_attention(Border& border, const AttentionArrays& x, const Attention& 
   border.require(x.key_segment.is(DataType::S32, batch, {none ? 0 : call.s}),
                  "key_segment must be int32, and (..., b, s), or (..., b, 0) beside a "
                  "query_segment of (..., b, 0)");
+  const bool whole = x.dense.behind(1) == 0;
+  const Sizes rows = x.dense.before(3);
+  // One array serves all rows of the last of the batch's axes, or each has its own.
+  const int64_t shared = x.dense.behind(4), each = x.query.behind(4);
+  const bool rows_fit = rows.size() > 0 && rows.size() == batch.size() &&
+                        std::equal(rows.begin(), rows.end() - 1, batch.begin()) &&
+                        (shared == each || shared == 1);
+  const int64_t heads = whole ? 0 : x.dense.behind(3) == 1 ? 1 : call.n;
+  const int64_t queries = whole ? 0 : x.dense.behind(2) == 1 ? 1 : call.t;
+  border.require(rows_fit && x.dense.is(DataType::PRED, rows, {heads, queries, whole ? 0 : call.s}),
+                 "dense must be bool, and (..., b or 1, n or 1, t or 1, s) or (..., b, 0, 0, 0)");
   border.require(call.soft_cap >= 0, "soft_cap must be positive, or 0 for none");
 }
 
@@ -122,6 +134,11 @@ void point_to(const AttentionArrays& x, Attention& call) {
   call.start = x.start.data<int32_t>(), call.stop = x.stop.data<int32_t>();
   call.query_segment = x.query_segment.data<int32_t>(),
   call.key_segment = x.key_segment.data<int32_t>();
+  call.dense = x.dense.data<uint8_t>();
+  call.dense_rows = x.dense.behind(4) == 1 ? x.query.behind(4) : 1;
+  call.dense_query = x.dense.behind(2) == 1 ? 0 : call.s;
+  call.dense_head = x.dense.behind(3) == 1 ? 0 : x.dense.behind(2) * call.s;
+  call.dense_row = x.dense.behind(3) * x.dense.behind(2) * call.s;
 }
 
 ffi::Error forward(ffi::ThreadPool threads, ffi::RemainingArgs arguments,
