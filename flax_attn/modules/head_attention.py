@@ -153,7 +153,7 @@ class HeadAttention(Attention):
             check_capacity(capacity, self.context_length)
         *sizes, value_dim = self._cached
         if dtype is None:
-            dtype = layer.kernel.dtype if layer.dtype is None else layer.dtype
+            dtype = layer.result_dtype
         options = {"value_dim": value_dim, "window": self.window, "dtype": dtype}
         cache = KVCache.zeros(b, capacity, *sizes, **options)
         return _divided(cache)

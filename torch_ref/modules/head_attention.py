@@ -129,6 +129,6 @@ class HeadAttention(Attention):
             check_capacity(capacity, self.context_length)
         *sizes, value_dim = self._cached
         if dtype is None:
-            dtype = layer.weight.dtype
+            dtype = layer.result_dtype
         options = {"value_dim": value_dim, "window": self.window, "dtype": dtype}
         return KVCache.zeros(b, capacity, *sizes, **options, device=layer.weight.device)
