@@ -53,7 +53,7 @@ class QuantizedLinear(nnx.Module):
 
     def __init__(
         self,
-        matrix: Float[Array, "d_in d_out"],
+        matrix: Array,
         bias: Float[Array, " d_out"] | None = None,
         *,
         dtype: Dtype | None = None,
@@ -72,7 +72,7 @@ class QuantizedLinear(nnx.Module):
         largest = jnp.max(jnp.abs(wide), axis=0, initial=0)
         # A column of zeros stays one.
         scale = jnp.where(largest == 0, 1, largest / 127)
-        kernel = jnp.round(wide / scale).astype(jnp.int8)
+        kernel = jnp.round(wide / scale[None]).astype(jnp.int8)
         self.kernel, self.scale = Quantized(kernel), Quantized(scale)
         self.bias = None if bias is None else nnx.Param(bias)
 
@@ -93,7 +93,12 @@ class QuantizedLinear(nnx.Module):
         native = self.dot_general is dot_general
         found = int8_matmul(x, kernel, native=native, precision=self.precision)
         # In the dtype of the sums, whatever the dtypes of the parameters: it is rounded once.
-        found *= self.scale[...].astype(found.dtype)
+        found *= _spread(self.scale[...], found)
         if self.bias is not None:
-            found += self.bias[...].astype(found.dtype)
+            found += _spread(self.bias[...], found)
         return found.astype(dtype)
+
+
+def _spread(row: Array, x: Array) -> Array:
+    """Return a row for each token of `x`, in its dtype."""
+    return jnp.broadcast_to(row.astype(x.dtype), x.shape)

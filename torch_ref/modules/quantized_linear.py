@@ -41,9 +41,7 @@ class QuantizedLinear(TypedModule):
     weight: Tensor
     scale: Tensor
 
-    def __init__(
-        self, matrix: Float[Tensor, "d_in d_out"], bias: Float[Tensor, " d_out"] | None = None
-    ):
+    def __init__(self, matrix: Tensor, bias: Float[Tensor, " d_out"] | None = None):
         super().__init__()
         if matrix.ndim != 2:
             raise ValueError(

@@ -1,4 +1,4 @@
-// The kernels for processors with AMX: forward in bfloat16 and products with int8, and else those for AVX-512.
+// The kernels for processors with AMX: forward in bfloat16, and else those for AVX-512.
 #include "includes.h"
 
 #if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__)
@@ -17,17 +17,10 @@ namespace flax_attn::amx {
 #include "overflow.h"
 #include "forward.h"
 #include "tiles.h"
-#include "int8.h"
 
 static void forward(const Forward& x, Pool& pool) {
   if (x.type == Type::bfloat16 && !x.few && !x.differentiated && x.scale != 0) return forward_many<Tiles>(x, pool);
   avx512_kernels()->forward(x, pool);
-}
-
-static void product(const MatrixProduct& x, Pool& pool) {
-  // A tile has 16 rows.
-  if (x.int8 && x.m <= SIDE) return multiply_int8(x, pool);
-  avx512_kernels()->product(x, pool);
 }
 
 // The processor has them, and Linux lets this process use them.
@@ -41,7 +34,7 @@ static bool supported() {
 
 const flax_attn::Kernels* flax_attn::amx_kernels() {
   if (!amx::supported()) return nullptr;
-  static const Kernels kernels{"amx", amx::forward, avx512_kernels()->backward, amx::product,
+  static const Kernels kernels{"amx", amx::forward, avx512_kernels()->backward, avx512_kernels()->product,
                                avx512_kernels()->grouped};
   return &kernels;
 }
