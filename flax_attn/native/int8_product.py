@@ -6,10 +6,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.interpreters import ad
+from jax.interpreters import ad, batching
 from jaxtyping import Array
 
-from flax_attn.functional.dtypes import accumulation_dtype
 from flax_attn.native import DTYPES, library, target
 from flax_attn.native.primitive import primitive
 from flax_attn.native.product import FEW, is_algorithm
@@ -47,7 +46,7 @@ def plain_product(x: Array, matrix: Array, *, precision: Any) -> Array:
         >>> plain_product(jnp.ones((1, 2)), jnp.ones((2, 1), jnp.int8), precision=None).tolist()
         [[2.0]]
     """
-    sums = accumulation_dtype(x.dtype)
+    sums = jnp.promote_types(x.dtype, jnp.float32)
     wide = matrix.astype(x.dtype)
     return jnp.matmul(x, wide, precision=precision, preferred_element_type=sums)
 
@@ -73,4 +72,4 @@ def _batch(factors, dims, *, precision):
 
 _product = primitive("native_int8_product", _call, plain_product, ("precision",))
 ad.primitive_jvps[_product] = _jvp
-jax.interpreters.batching.primitive_batchers[_product] = _batch
+batching.primitive_batchers[_product] = _batch
