@@ -12,7 +12,7 @@ from flax_attn.modules.matrix_product import dot_general, int8_matmul
 from flax_attn.sharding.axes import mesh_in_use
 
 
-class Quantized(nnx.BatchStat):
+class _Quantized(nnx.BatchStat):
     """An array of a quantized layer: stored like a parameter, and not trained."""
 
 
@@ -73,7 +73,7 @@ class QuantizedLinear(nnx.Module):
         # A column of zeros stays one.
         scale = jnp.where(largest == 0, 1, largest / 127)
         kernel = jnp.round(wide / scale[None]).astype(jnp.int8)
-        self.kernel, self.scale = Quantized(kernel), Quantized(scale)
+        self.kernel, self.scale = _Quantized(kernel), _Quantized(scale)
         self.bias = None if bias is None else nnx.Param(bias)
 
     @property

@@ -46,7 +46,7 @@ def plain_product(x: Array, matrix: Array, *, precision: Any) -> Array:
         >>> plain_product(jnp.ones((1, 2)), jnp.ones((2, 1), jnp.int8), precision=None).tolist()
         [[2.0]]
     """
-    sums = jnp.promote_types(x.dtype, jnp.float32)
+    sums = jnp.dtype(jnp.float32) if x.dtype.itemsize < 4 else x.dtype
     wide = matrix.astype(x.dtype)
     return jnp.matmul(x, wide, precision=precision, preferred_element_type=sums)
 
