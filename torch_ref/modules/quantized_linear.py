@@ -48,7 +48,7 @@ class QuantizedLinear(TypedModule):
                 "matrix must have two axes, (d_in, d_out), whose columns are quantized one by one;"
                 f" got {tuple(matrix.shape)}. Pass the transposed weight of one layer"
             )
-        self.d_in, self.result_dtype = len(matrix), matrix.dtype
+        self.d_in, self._dtype = len(matrix), matrix.dtype
         wide = matrix.detach().T.to(accumulation_dtype(matrix.dtype))
         largest = wide.abs().amax(dim=1)
         # A column of zeros stays one.
@@ -56,6 +56,11 @@ class QuantizedLinear(TypedModule):
         self.register_buffer("weight", (wide / scale[:, None]).round().to(torch.int8))
         self.register_buffer("scale", scale)
         self.bias = None if bias is None else nn.Parameter(bias.detach())
+
+    @property
+    def result_dtype(self) -> torch.dtype:
+        """The dtype of the output for an input in the dtype of the parameters."""
+        return self._dtype
 
     def forward(self, x: Float[Tensor, "*shape d_in"]) -> Float[Tensor, "*shape d_out"]:
         check_width("x", x, "d_in", self.d_in)
