@@ -45,6 +45,11 @@ CALLS = {  # arrays, results, options
         {"result": "bfloat16 3 4"},
         {"transposed": False},
     ),
+    "int8_product": (
+        {"x": "bfloat16 3 5", "matrix": "int8 5 4"},
+        {"result": "float32 3 4"},
+        {},
+    ),
     "grouped_product": (
         {"left": "float16 6 5", "right": "float16 3 5 4", "sizes": "int32 3"},
         {"result": "float16 6 4"},
@@ -107,6 +112,11 @@ BREAKS = {
         "result must have the dtype of x or be float32, and be (m, d_out)": {
             "result": "float16 3 4"
         },
+    },
+    "int8_product": {
+        "x must be float32, bfloat16 or float16, and (m, d_in)": {"x": "int8 3 5"},
+        "matrix must be int8, and (d_in, d_out)": {"matrix": "int8 6 4"},
+        "result must be float32, and (m, d_out)": {"result": "bfloat16 3 4"},
     },
     "grouped_product": {
         "form must be 0 (plain), 1 (transposed) or 2 (outer)": {"form": np.int64(3)},

@@ -53,9 +53,10 @@ struct Backward : Attention {
 // result (m, d_out) = x (m, d_in) @ matrix
 struct MatrixProduct {
   int64_t m, d_in, d_out;
-  Type type;         // of x and the matrix
+  Type type;         // of x, and of the matrix unless it is of int8
   Type result_type;  // the same, or float32
   bool transposed;   // the matrix is (d_out, d_in) instead of (d_in, d_out)
+  bool int8;         // the matrix is of int8, and not transposed; the result is float32
   const void *x, *matrix;
   void* result;
 };

@@ -206,6 +206,20 @@ ffi::Error backward(ffi::ThreadPool threads, ffi::RemainingArgs arguments,
   return ffi::Error::Success();
 }
 
+// A product whose arrays are what they must be.
+ffi::Error run(MatrixProduct call, const Given& x, const Given& matrix, const Given& result,
+               ffi::ThreadPool& threads) {
+  if (result.empty()) return ffi::Error::Success();
+  if (call.d_in == 0) {
+    std::memset(result.memory, 0, call.m * call.d_out * ffi::ByteWidth(result.type));
+    return ffi::Error::Success();
+  }
+  call.x = x.data<void>(), call.matrix = matrix.data<void>(), call.result = result.data<void>();
+  XlaPool pool(threads);
+  chosen.load()->product(call, pool);
+  return ffi::Error::Success();
+}
+
 ffi::Error product(ffi::ThreadPool threads, ffi::RemainingArgs arguments,
                    ffi::RemainingRets results, ProductOptions options) {
   Border border("flax_attn.matrix_product", arguments, results);
@@ -225,15 +239,24 @@ ffi::Error product(ffi::ThreadPool threads, ffi::RemainingArgs arguments,
                           result.is(DataType::F32, {}, {call.m, call.d_out}),
                       "result must have the dtype of x or be float32, and be (m, d_out)"))
     return border.error();
-  if (result.empty()) return ffi::Error::Success();
-  if (call.d_in == 0) {
-    std::memset(result.memory, 0, call.m * call.d_out * ffi::ByteWidth(result.type));
-    return ffi::Error::Success();
-  }
-  call.x = x.data<void>(), call.matrix = matrix.data<void>(), call.result = result.data<void>();
-  XlaPool pool(threads);
-  chosen.load()->product(call, pool);
-  return ffi::Error::Success();
+  return run(call, x, matrix, result, threads);
+}
+
+ffi::Error int8(ffi::ThreadPool threads, ffi::RemainingArgs arguments, ffi::RemainingRets results) {
+  Border border("flax_attn.int8_product", arguments, results);
+  const Given x = border.argument("x"), matrix = border.argument("matrix"),
+              result = border.result("result");
+  MatrixProduct call{};
+  call.m = x.behind(2), call.d_in = x.behind(1), call.d_out = result.behind(1);
+  call.type = x.number(), call.result_type = Type::float32, call.int8 = true;
+  border.require(x.is_number() && x.sizes.size() == 2,
+                 "x must be float32, bfloat16 or float16, and (m, d_in)");
+  border.require(matrix.is(DataType::S8, {}, {call.d_in, call.d_out}),
+                 "matrix must be int8, and (d_in, d_out)");
+  if (!border.require(result.is(DataType::F32, {}, {call.m, call.d_out}),
+                      "result must be float32, and (m, d_out)"))
+    return border.error();
+  return run(call, x, matrix, result, threads);
 }
 
 ffi::Error grouped(ffi::ThreadPool threads, ffi::RemainingArgs arguments,
@@ -297,6 +320,8 @@ extern "C" {
 XLA_FFI_DEFINE_HANDLER_SYMBOL(attention_forward, forward, bound<ForwardOptions>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(attention_backward, backward, bound<BackwardOptions>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(matrix_product, product, bound<ProductOptions>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(int8_product, int8,
+                              ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().RemainingArgs().RemainingRets());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(grouped_product, grouped, bound<GroupedOptions>());
 
 // The name of the i-th level that this processor has, quickest first; null beyond the last.
