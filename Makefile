@@ -47,7 +47,7 @@ help:
 	@echo '                  ARGS="--checkout jax=FOLDER equinox=FOLDER" for those whose tests are not on PyPI'
 	@echo 'make tpu          compile for TPU chips without one: memory and time to compile'
 	@echo 'make gpu          compile the attention of models for an H200 without one: memory, refusals, collectives (ten minutes,'
-	@echo '                  needs a C compiler; ARGS=--quick takes one)'
+	@echo '                  needs a C compiler; ARGS=--quick takes one; ARGS=--models prints what fused compiles to on each chip)'
 	@echo 'make plan         plan the training of Llama 3 8B on TPUs without one: the table of docs/planning.md (an hour); with'
 	@echo '                  ARGS="--model ... --topology ... ..." one plan of your own, see flax-attn plan --help'
 	@echo 'make lint         check format, lint, types and generated tables'
@@ -60,7 +60,7 @@ help:
 	@echo 'make test-oldest  run some of them on the oldest dependencies that pyproject.toml allows'
 	@echo 'make dist         build the distributions, check them, and try the wheel on Python 3.11 to 3.13, without torch'
 	@echo 'make test-fused   run the Pallas kernels on every case of the conformance suite in the interpreter, as on GPU and on TPU'
-	@echo 'make test-gpu     build cuDNN kernels for an H200 without one, for all that the backend says it takes'
+	@echo 'make test-gpu     build the kernels of cudnn and fused for an H200 without one, and count launches and temporaries'
 	@echo 'make clean        remove the environments and caches'
 
 parity: .venv/installed
@@ -125,7 +125,7 @@ test-fused: .venv/installed
 	FLAX_ATTN_ALL_OF_FUSED=1 $(BIN)/pytest tests/backends/test_fused.py $(ARGS)
 
 test-gpu: .venv-gpu/installed
-	.venv-gpu/bin/pytest -ra tests/backends/test_cudnn_kernels.py tests/tools/test_aot.py $(ARGS)
+	.venv-gpu/bin/pytest -ra tests/backends/test_cudnn_kernels.py tests/backends/test_fused_compiled.py tests/tools/test_aot.py $(ARGS)
 
 # Folders whose lines hold one idea each; the others are still to be written so.
 READABLE := attn_spec torch_ref/models torch_ref/modules $(addprefix flax_attn/, aot bench cli convert modules native plan proof training)

@@ -1,30 +1,10 @@
 """Checks of one attention call and its mask, with the same messages in both packages."""
 
 import math
-from collections.abc import Callable
-from functools import wraps
-from inspect import signature
 from numbers import Real
-from typing import Any, TypeVar, cast
+from typing import Any
 
 from attn_spec.checks import check_dtype, check_positive
-
-F = TypeVar("F", bound=Callable)
-
-# Arguments of jax.nn, torch's SDPA and flax.linen that are said in other words here.
-_SAID_OTHERWISE = {
-    "attn_mask": "mask=",
-    "broadcast_dropout": "dropout=KeyedDropout(rate, key), which drops each weight by itself",
-    "dropout_p": "dropout=KeyedDropout(rate, key)",
-    "dropout_rate": "dropout=KeyedDropout(rate, key)",
-    "dropout_rng": "dropout=KeyedDropout(rate, key)",
-    "enable_gqa": "keys and values with fewer heads as they are",
-    "implementation": 'backend="auto", or the name of a backend',
-    "key_value_seq_lengths": "mask=Mask.lengths(key=lengths)",
-    "local_window_size": "mask=Mask.window(left, right)",
-    "query_seq_lengths": "mask=Mask.lengths(query=lengths)",
-    "return_residual": "return_weights=True to attend",
-}
 
 # Numbers by which float32 can divide scores and keep their digits.
 _LEAST_CAP, _LARGEST_CAP = 1e-30, 1e30
@@ -45,35 +25,6 @@ def is_finite(value: Any) -> bool:
     # An integer may be too large for a float.
     except OverflowError:
         return False
-
-
-def names_remedies(function: F) -> F:
-    """Return a function of attention that says what to pass for the argument of another library.
-
-    The error is a `TypeError`, as Python's own for an argument that there is not.
-
-    Example:
-        >>> attend = names_remedies(lambda query, mask=None: query)
-        >>> attend(1, mask=None)
-        1
-        >>> try:
-        ...     attend(1, local_window_size=(2, 0))
-        ... except TypeError as error:
-        ...     print(str(error)[-36:])
-        : pass mask=Mask.window(left, right)
-    """
-    known = signature(function).parameters
-
-    @wraps(function)
-    def call(*args: Any, **options: Any) -> Any:
-        for name in options:
-            if name not in known:
-                told = _SAID_OTHERWISE.get(name)
-                remedy = f"pass {told}" if told else f"the arguments are {', '.join(known)}"
-                raise TypeError(f"{function.__name__} has no argument {name!r}: {remedy}")
-        return function(*args, **options)
-
-    return cast(F, call)
 
 
 def check_scale(scale: Any, shape: tuple[int, ...] | None, dtype: str) -> None:

@@ -24,8 +24,9 @@ def check_offset_given(offset: Any, t: int, s: int) -> None:
         raise ValueError(
             "a causal, window or prefix mask needs an offset when t != s: query i stands at"
             f" offset + i; got t={t}, s={s}. Choose offset=0 (top-left, as torch's is_causal)"
-            f" or offset={s - t} (bottom-right, as FlashAttention): build a module with"
-            " causal=False and pass mask=Mask.causal(offset=...)"
+            f" or offset={s - t} (bottom-right, as FlashAttention): pass"
+            " mask=Mask.causal(offset=...), without is_causal, or to a module that was built with"
+            " causal=False"
         )
 
 
@@ -58,13 +59,22 @@ def check_whole(name: str, sizes: Sequence[int], s: int) -> None:
         )
 
 
-def check_boolean(is_boolean: bool, dtype: Any, cast: str) -> None:
-    """Raise unless a mask is boolean; `cast` is the call that makes it so."""
-    if not is_boolean:
-        raise ValueError(
-            f"mask must be boolean, True = attend; got dtype {dtype}. To add numbers to the scores"
-            f" pass them as bias; for a mask of 0 and 1 write mask.{cast}"
-        )
+def check_zeros_and_ones(found: bool | None, dtype: Any, cast: str) -> None:
+    """Raise unless a mask of numbers was found to hold 0 and 1 only, and a 1.
+
+    `found` is None where its values are not known, and `cast` the call that makes it boolean.
+    """
+    if found:
+        return
+    # Zeros only could be a mask that hides all, or numbers to add that hide nothing.
+    if found is None:
+        got = f"dtype {dtype}, whose values are not known while tracing"
+    else:
+        got = f"other values, dtype {dtype}"
+    raise ValueError(
+        f"mask must be boolean, True = attend, or of 0 and 1 with at least one 1; got {got}. To add"
+        f" numbers to the scores pass them as bias; to attend where it is not 0 write mask.{cast}"
+    )
 
 
 def check_integers(name: str, is_integer: bool, dtype: Any) -> None:

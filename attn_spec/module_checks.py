@@ -5,6 +5,17 @@ import math
 from attn_spec.checks import check_positive
 
 
+def given_heads(layer: str, num_heads: int | None) -> int:
+    """Return the number of heads, or raise where it was left out."""
+    # It has a default only because arguments that have one stand before it.
+    if num_heads is None:
+        raise TypeError(
+            f"{layer} needs num_heads, the number of its heads; got none. Pass it by name:"
+            f" {layer}(768, 768, num_heads=12)"
+        )
+    return num_heads
+
+
 def check_heads(d_out: int, num_heads: int, num_kv_heads: int, head_dim: int | None = None) -> None:
     """Raise unless all heads have one width, and the key/value heads divide the query heads."""
     check_positive(d_out=d_out, num_heads=num_heads, num_kv_heads=num_kv_heads)

@@ -52,6 +52,7 @@ from .modules.multi_head import MultiHeadAttention
 from .modules.multi_head_wrapper import MultiHeadAttentionWrapper
 from .modules.norm import LayerNorm, RMSNorm
 from .modules.patches import Patches
+from .modules.quantized_linear import QuantizedLinear
 from .modules.router import Router, Routing, load_balancing_loss
 from .modules.self_attention import SelfAttention
 from .modules.short_convolution import ShortConvolution
@@ -103,6 +104,7 @@ __all__ = [
     "MultiHeadLatentAttention",
     "Outputs",
     "Patches",
+    "QuantizedLinear",
     "RMSNorm",
     "RoPE",
     "Router",

@@ -1,8 +1,8 @@
 """The mirrored files share at least the part of their lines that `data/mirror.json` records.
 
 The share is that of lines, blank ones aside, that are identical and in the same order in both
-packages. `pytest -rP` prints the shares. `python parity_tests/test_mirror_lines.py` records them
-anew, rounded down to 5 %.
+packages, and a file without a record at least 30 %. `pytest -rP` prints the shares.
+`python parity_tests/test_mirror_lines.py` records them anew, rounded down to 5 %.
 """
 
 import json
@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[1]
 RECORD = Path(__file__).parent / "data" / "mirror.json"
 FEWEST_LINES = 5  # shorter files say nothing
 STEP = 5  # percent
+NEW = 30  # percent of a file that has no record yet
 
 
 def lines(package, file):
@@ -56,12 +57,12 @@ def test_mirrored_files_have_as_many_identical_lines_as_recorded():
     found, floors = shares(), json.loads(RECORD.read_text())
     for name, share in found.items():
         print(f"{share:5.1f} %  {name}")
-    assert found.keys() == floors.keys(), f"run python {Path(__file__).relative_to(ROOT)}"
-    below = [
-        f"{name}: {found[name]:.1f} %, floor {floors[name]} %"
-        for name in floors
-        if found[name] < floors[name]
-    ]
+    assert found.keys() >= floors.keys(), f"run python {Path(__file__).relative_to(ROOT)}"
+    below = []
+    for name, share in found.items():
+        floor = floors.get(name, NEW)
+        if share < floor:
+            below.append(f"{name}: {share:.1f} %, floor {floor} %")
     assert not below, "\n".join(below)
 
 

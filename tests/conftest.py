@@ -14,8 +14,9 @@ from flax import nnx
 import flax_attn
 from flax_attn.parity import tolerance
 from flax_attn.proof import variants as table
-from flax_attn.proof.build import drawn
+from flax_attn.proof.build import draw_parameters
 from flax_attn.proof.variants import VARIANTS, Package
+from flax_attn.sharding.parameters import abstract
 
 
 class AtRate(Package):
@@ -32,6 +33,15 @@ class AtRate(Package):
         return lambda *arguments, **options: part(
             *arguments, **options | (self.rate if "dropout" in options else {})
         )
+
+
+# Modules without values, which take most of the time to make.
+SHAPES: dict[tuple, tuple] = {}
+
+
+def surroundings():
+    """Return what else the shapes of a module may depend on."""
+    return jax.config.jax_enable_x64, jax.sharding.get_abstract_mesh()
 
 
 @dataclass(frozen=True)
@@ -66,7 +76,13 @@ class Variant:
 
     def build(self, seed: int = 0, **arguments: Any) -> nnx.Module:
         """Return the module with every parameter random: biases, scales and shifts included."""
-        return drawn(lambda: self.create(seed, **arguments), seed)
+        key = self.name, seed, *arguments.items(), *surroundings()
+        if key not in SHAPES:
+            SHAPES[key] = nnx.split(abstract(lambda: self.create(seed, **arguments)))
+        graph, state = SHAPES[key]
+        # Each module has variables of its own, which are not those that are kept.
+        own = jax.tree.map(lambda shape: shape, state)
+        return draw_parameters(nnx.merge(graph, own), seed)
 
     def inputs(self, dtype: Any = jnp.float32) -> list[jax.Array]:
         drawn = self.row.draw(np.random.default_rng(7)).values()

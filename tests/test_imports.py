@@ -35,6 +35,7 @@ LAYERS = {
     "steps": set(),
     "viz": set(),
     "bench": LIBRARY | {"convert", "models", "training", "parity"},
+    "device": LIBRARY | {"bench", "convert", "parity"},
     "plan": {"functional", "backends", "sharding", "modules", "models", "training", "aot"},
     "cli": (
         LIBRARY
@@ -47,6 +48,7 @@ LAYERS = {
             "steps",
             "viz",
             "bench",
+            "device",
             "plan",
             "aot",
         }

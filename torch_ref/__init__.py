@@ -60,6 +60,7 @@ from torch_ref.modules.multi_head import MultiHeadAttention
 from torch_ref.modules.multi_head_wrapper import MultiHeadAttentionWrapper
 from torch_ref.modules.norm import LayerNorm, RMSNorm
 from torch_ref.modules.patches import Patches
+from torch_ref.modules.quantized_linear import QuantizedLinear
 from torch_ref.modules.router import Router, Routing, load_balancing_loss
 from torch_ref.modules.self_attention import SelfAttention
 from torch_ref.modules.short_convolution import ShortConvolution
@@ -107,6 +108,7 @@ __all__ = [
     "MultiHeadLatentAttention",
     "Outputs",
     "Patches",
+    "QuantizedLinear",
     "RMSNorm",
     "RoPE",
     "Router",

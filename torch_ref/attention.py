@@ -15,9 +15,9 @@ from attn_spec.attention_checks import (
     check_scale,
     check_sinks,
     check_soft_cap,
-    names_remedies,
 )
 from attn_spec.checks import check_choice, check_type
+from attn_spec.other_libraries import ASKS_NOTHING, OF_FUNCTIONS, names_remedies
 from torch_ref.functional.cache_base import Cache
 from torch_ref.functional.dropout import KeyedDropout
 from torch_ref.functional.masks import Mask, as_mask
@@ -47,7 +47,7 @@ class AttentionOptions(TypedDict, total=False):
     backend: str
 
 
-@names_remedies
+@names_remedies(OF_FUNCTIONS, ASKS_NOTHING)
 def dot_product_attention(
     query: Query,
     key: Key,
@@ -77,7 +77,8 @@ def dot_product_attention(
         key: `(b, s, k, h)` or `(s, k, h)`, k dividing n.
         value: `(b, s, k, v)` or `(s, k, v)`.
         bias: numbers added to the scaled scores; broadcasts to `(b, n, t, s)`. `-inf` hides.
-        mask: a `Mask`, or a boolean array that broadcasts to `(b, n, t, s)`, True = attend.
+        mask: a `Mask`, or a boolean array that broadcasts to `(b, n, t, s)`, True = attend. One of
+            known 0 and 1 is taken, too.
         is_causal: whether the mask is also causal, as by `mask & Mask.causal()`.
         scale: factor on the scores, a finite number or an array of shape `()`; None is `1 /
             sqrt(h)`.
@@ -107,7 +108,7 @@ def dot_product_attention(
     return attend(query, key, value, bias, mask, is_causal=is_causal, **options).output
 
 
-@names_remedies
+@names_remedies(OF_FUNCTIONS, ASKS_NOTHING)
 def attend(
     query: Query,
     key: Key,

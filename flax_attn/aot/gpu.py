@@ -1,9 +1,10 @@
-"""An H200 described by a file, and what compiling its kernels takes without a GPU or a driver."""
+"""GPUs described by files, and what compiling their kernels takes without a GPU or a driver."""
 
 from __future__ import annotations
 
 import ctypes
 import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -23,6 +24,7 @@ from jax.extend import backend
 from flax_attn import aot
 
 _DATA = files(aot)
+GPUS = ("a100", "h200", "b200")
 # Else XLA leaves cuDNN's calls unchecked, and a refused one "compiles".
 _FLAG = "--xla_gpu_cudnn_deviceless_compilation_mode=CUDNN_DEVICELESS_COMPILATION_AUTO"
 _PACKAGES = ("jax_cuda13_plugin", "tokamax", "nvidia.cudnn", "nvidia.cu13")
@@ -33,8 +35,12 @@ _NEEDED = (
 
 
 @contextmanager
-def described(count: int = 8) -> Iterator[Sequence[Any]]:
-    """Return H200 that share a host, eight at most, to be compiled for inside the `with` statement.
+def described(count: int = 8, chip: str = "h200") -> Iterator[Sequence[Any]]:
+    """Return GPUs that share a host, eight at most, to be compiled for inside the `with` statement.
+
+    Args:
+        count: number of GPUs.
+        chip: name of the chip, of `GPUS`.
 
     Raises:
         ImportError: if a package or a C compiler is not installed.
@@ -45,14 +51,20 @@ def described(count: int = 8) -> Iterator[Sequence[Any]]:
     os.environ["XLA_FLAGS"] = f"{flags} {_FLAG}".strip()
     jax.config.update("jax_platforms", "cpu")
     load_driver()
-    description = _DATA.joinpath("h200.txtpb").read_text()
+    description = _DATA.joinpath(f"{chip}.txtpb").read_text()
     shape = f"1x1x{count}"
     topology = topologies.get_topology_desc(
         platform="cuda", target_config=description, topology=shape
     )
     devices = topology.devices
-    with pretend(devices[0]):  # in all threads
+    with pretend(devices[0], _capability(description)):  # in all threads
         yield devices
+
+
+def _capability(description: str) -> float:
+    found = re.search(r"cuda_compute_capability \{ major: (\d+)(?: minor: (\d+))?", description)
+    assert found is not None, "every description has a compute capability"
+    return float(f"{found[1]}.{found[2] or 0}")
 
 
 def _check_installed() -> None:
@@ -104,11 +116,13 @@ def _compiler() -> str:
 
 
 @contextmanager
-def pretend(device: Any) -> Iterator[None]:
+def pretend(device: Any, capability: float = 9.0) -> Iterator[None]:
     """Give jax and tokamax the compute capability of the device compiled for, not of this one."""
     # Both read the capability of a device that is attached, which here is a processor.
     at_least = mock.patch.object(
-        fused_attention_stablehlo, "check_compute_capability", lambda least: float(least) <= 9
+        fused_attention_stablehlo,
+        "check_compute_capability",
+        lambda least: float(least) <= capability,
     )
     with at_least, mock.patch.object(backend, "get_default_device", return_value=device):
         yield

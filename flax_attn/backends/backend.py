@@ -16,6 +16,8 @@ class Backend:
         dtypes: dtypes that query, key and value may have, of `attn_spec.checks.DTYPES`.
         honours: options that a call may have, of `flax_attn.backends.call.OPTIONS`.
         few: number of queries up to which it reads keys once for all of them; 0 is none.
+        typed: whether its results are typed by the axes of a mesh that they vary over, as
+            `jax.shard_map` asks unless it is called with `check_vma=False`.
         in_parts: whether it computes the softmax over a part of the keys, with `forward` and
             `backward`.
         nonfinite: how numbers that are not finite reach the rows that see them and no others, for
@@ -31,6 +33,7 @@ class Backend:
     dtypes: tuple[str, ...] = ()
     honours: tuple[str, ...] = ()
     few: int = 0
+    typed: bool = False
     in_parts: bool = False
     nonfinite: str = ""
     source: str = "flax_attn"

@@ -9,7 +9,7 @@ from typing import Any
 
 from flax_attn.backends.backend import Backend
 from flax_attn.backends.call import Call, Unsupported
-from flax_attn.backends.platform import chip_in_use
+from flax_attn.backends.platform import chip_in_use, varying
 from flax_attn.backends.registry import BACKENDS, check_backend, load
 from flax_attn.functional.dropout import KeyedDropout
 from flax_attn.functional.traced_score import TracedScore
@@ -27,17 +27,22 @@ def choose(call: Call, backend: str = "auto") -> Backend:
         return _best(call)
     reason = refusal(load(backend), call)
     if reason is not None:
-        raise Unsupported(f"backend {backend!r} cannot honour this call: {reason}")
+        raise Unsupported(
+            f'backend {backend!r} cannot honour this call: {reason}. With backend="auto"'
+            f" {_best(call).name} runs it"
+        )
     return load(backend)
 
 
 def _best(call: Call) -> Backend:
     candidates = (load(name) for name in BACKENDS)
     able = (x for x in candidates if x.preferred(call) and refusal(x, call) is None)
+    # The formula takes every call, also long ones that no kernel takes.
+    formula = load("reference")
     if call.platform == "cpu":
-        return next(able)
+        return next(able, formula)
     # Of equals the first of the table.
-    return min(able, key=lambda x: predicted(x, call))
+    return min(able, key=lambda x: predicted(x, call), default=formula)
 
 
 def predicted(backend: Backend, call: Call) -> float:
@@ -48,23 +53,29 @@ def predicted(backend: Backend, call: Call) -> float:
 def refusal(backend: Backend, call: Call) -> str | None:
     """Return why a backend cannot run the call, or None.
 
-    It is its platform, its dtypes, an option that it does not name, or a reason of its own.
+    It is its platform, its dtypes, an option that it does not name, arrays that are typed by the
+    axes of a mesh, or a reason of its own. It ends without a full stop.
     """
     if not runs_on(backend, call.platform):
         return (
             f"{backend.name} runs on {' and '.join(p.upper() for p in backend.platforms or ())};"
-            " got platform "
-            f'"{call.platform}". Pass backend="auto"'
+            f' got platform "{call.platform}"'
         )
     dtype = call.query.dtype.name
     if dtype not in backend.dtypes:
         return (
-            f"{backend.name} takes {', '.join(backend.dtypes) or 'no dtype'}; got dtype {dtype}. "
-            'Cast query, key and value, or pass backend="auto"'
+            f"{backend.name} takes {', '.join(backend.dtypes) or 'no dtype'}; got dtype {dtype}."
+            " Cast query, key and value"
         )
     for name, value in call.options.items():
         if name not in backend.honours:
-            return f'{backend.name} takes no {name}; got {_text(value)}. Pass backend="auto"'
+            return f"{backend.name} takes no {name}; got {_text(value)}"
+    axes = frozenset() if backend.typed else varying(call)
+    if axes:
+        return (
+            f"{backend.name} does not type its results by the axes of a mesh; got arrays that vary"
+            f" over {', '.join(sorted(axes))}. Pass check_vma=False to jax.shard_map"
+        )
     return backend.refuse(call)
 
 

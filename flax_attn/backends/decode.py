@@ -32,6 +32,7 @@ class Decode(Backend):
     dtypes = DTYPES
     honours = ("bias", "soft_cap", "sinks", "precision", "score", ARRAY_SCALE)
     few = 16
+    typed = True
     nonfinite = "test of its results, then a branch to the formula"
 
     def preferred(self, call: Call) -> bool:

@@ -21,8 +21,7 @@ def refuse_empty(name: str, call: Call) -> str | None:
     if 0 not in call.shape:
         return None
     return (
-        f"{name} needs at least one batch row and one query token; got (b, n, t, s) = {call.shape}."
-        ' Pass backend="auto"'
+        f"{name} needs at least one batch row and one query token; got (b, n, t, s) = {call.shape}"
     )
 
 
@@ -31,9 +30,7 @@ def refuse_widths(name: str, call: Call) -> str | None:
     (*_, h), (*_, v) = call.query.shape, call.value.shape
     if h == v:
         return None
-    return (
-        f'{name} needs queries and values of one head width; got h={h}, v={v}. Pass backend="auto"'
-    )
+    return f"{name} needs queries and values of one head width; got h={h}, v={v}"
 
 
 def attend_dense(call: Call, kernel: Callable[..., Array], fill: float) -> Array:

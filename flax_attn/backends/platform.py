@@ -42,15 +42,17 @@ def machine(platform: str) -> tuple[str, str | None]:
     """Return the platform that is asked about, and the name of its chip; None is this machine.
 
     Args:
-        platform: platform, or the name of a chip. A GPU or TPU that is not attached is a usual one.
+        platform: platform, or the name of a chip, in letters of either case. A GPU or TPU that is
+            not attached is a usual one.
 
     Raises:
         ValueError: if it is neither.
 
     Example:
-        >>> machine("a100"), machine("cpu")
+        >>> machine("A100"), machine("cpu")
         (('gpu', 'a100'), ('cpu', None))
     """
+    platform = platform.lower() if isinstance(platform, str) else platform
     check_choice("platform", platform, (*PLATFORMS, *(x for x in CHIPS if x not in PLATFORMS)))
     if platform not in PLATFORMS:
         return CHIPS[platform].kind, platform
@@ -121,6 +123,15 @@ def may_be_partitioned() -> bool:
         size > 1 and kind != manual
         for size, kind in zip(mesh.axis_sizes, mesh.axis_types, strict=True)
     )
+
+
+def varying(arrays: Any) -> frozenset[str]:
+    """Return the axes of a mesh over which an array of a tree varies, by its type.
+
+    There are none outside of `jax.shard_map`, and none under its `check_vma=False`.
+    """
+    axes = (jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves(arrays))
+    return frozenset().union(*axes)
 
 
 def compute_capability() -> float:

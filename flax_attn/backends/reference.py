@@ -26,6 +26,7 @@ class Reference(Backend):
     name = "reference"
     dtypes = DTYPES
     honours = OPTIONS
+    typed = True
     nonfinite = "in the formula: NaN is added to the scores of the rows that see one"
 
     def preferred(self, call: Call) -> bool:

@@ -42,8 +42,7 @@ class Tokamax(Backend):
         if call.soft_cap is not None and implementation() == "triton":
             return (
                 "tokamax has a gradient of the soft cap on GPUs of compute capability 9 and 10"
-                " only; got "
-                f'soft_cap={call.soft_cap}. Pass backend="auto"'
+                f" only; got soft_cap={call.soft_cap}"
             )
         return refuse_empty("tokamax", call) or refuse_widths("tokamax", call)
 

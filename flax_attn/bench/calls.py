@@ -35,7 +35,7 @@ class ModelCall:
         >>> from flax_attn import explain
         >>> refusals = explain(**MODEL_CALLS[0].arguments, platform="cpu").refusals
         >>> print(refusals["decode"])
-        decode takes no dropout; got rate 0.1. Pass backend="auto"
+        decode takes no dropout; got rate 0.1
     """
 
     name: str

@@ -45,6 +45,7 @@ def _parser() -> argparse.ArgumentParser:
         backends,
         bench,
         compare,
+        device_check,
         faults,
         generate,
         mutants,
@@ -60,6 +61,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"flax-attn {flax_attn.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     checking = (compare, verify, mutants, skill, parity, faults)
-    for command in (*checking, show, backends, bench, generate, plan):
+    for command in (*checking, show, backends, bench, device_check, generate, plan):
         command.add(commands)
     return parser

@@ -54,6 +54,11 @@ def add(commands: Any) -> None:
         help="of the weights; default: as stored",
     )
     generate.add_argument(
+        "--weights",
+        choices=("int8",),
+        help="hold matrices in 8 bits, with a scale for each column; default: in floats",
+    )
+    generate.add_argument(
         "--no-compile-cache",
         dest="compile_cache",
         action="store_false",
@@ -77,7 +82,9 @@ def _generate(options: argparse.Namespace) -> int:
     printer = _Printer(tokenizer, startup)
     try:
         began = time.monotonic()
-        model = from_pretrained(options.model, param_dtype=options.dtype, dropout=0.0)
+        model = from_pretrained(
+            options.model, param_dtype=options.dtype, dropout=0.0, weights=options.weights
+        )
     except (ValueError, OSError) as error:
         raise UsageError(str(error)) from None
     startup.load = time.monotonic() - began

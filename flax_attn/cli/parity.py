@@ -63,10 +63,18 @@ def add(commands: Any) -> None:
         ),
     )
     reports.add(parity)
+    # Only to say which command compares them.
+    parity.add_argument("modules", nargs="*", help=argparse.SUPPRESS)
     parity.set_defaults(run=_parity)
 
 
 def _parity(options: argparse.Namespace) -> int:
+    if options.modules:
+        given = " ".join(options.modules)
+        raise common.UsageError(
+            f"parity compares the variants of this package; got {given}. Compare two modules of"
+            f" your own by flax-attn compare {given}, and a variant by --variant NAME"
+        )
     if not options.against:
         common.need_torch("parity")
     if options.mesh is not None and (options.against or options.device):

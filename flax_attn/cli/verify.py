@@ -23,7 +23,8 @@ DESCRIPTION = (
     "Read a report that flax-attn compare --json wrote, and compare again what it names: once with"
     " a fresh seed, and on other\nshapes, where PyTorch takes them. The files that it names must be"
     " unchanged. They are imported: run it on code you trust.\n\nExit codes: 0 equal, 1 different"
-    " or the claim does not stand, 2 equal where tested, 3 could not compare, 64 bad usage."
+    " or the claim does not stand, 2 equal where tested, 3 could not compare, as where a"
+    " file has changed, 64 bad usage."
 )
 # What is compared on other shapes.
 _CHECKS = ["shapes", "forward", "gradients"]

@@ -13,9 +13,11 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from flax_attn.attention import attend as attend_here
+from flax_attn.backends.platform import varying
 from flax_attn.everywhere import reports
 from flax_attn.everywhere.dispatch import PLACE
 from flax_attn.everywhere.empty_rows import with_means
+from flax_attn.everywhere.known_masks import with_known
 from flax_attn.everywhere.target import LeftAlone
 from flax_attn.functional.cache_base import Cache
 from flax_attn.functional.dropout import KeyedDropout
@@ -23,9 +25,6 @@ from flax_attn.functional.masks import Mask, as_mask
 from flax_attn.functional.outputs import Outputs
 from flax_attn.functional.shapes import Index
 from flax_attn.sharding.explain import Explanation, explain
-
-# Backends whose loops, or gradients, are typed as arrays that vary over no axis of a mesh.
-_UNTYPED = ("native", "blocked")
 
 
 @jax.tree_util.register_dataclass
@@ -84,14 +83,14 @@ def attend(
         LeftAlone: if this library refuses the call, before any work.
     """
     with refusals():
-        mask = as_mask(mask)
+        mask = with_known(as_mask(mask), query.shape[-3], key.shape[-3])
         found = explain(query, key, value, bias, mask, **options)
     if found.division is not None and isinstance(options.get("dropout"), SharedDropout):
         # What drops the weights of a part of a call counts all rows and heads.
         raise LeftAlone("dropout that is shared over rows and heads, on a mesh that divides them")
-    varies = jax.typeof(query).manual_axis_type.varying
-    if varies and found.backend in _UNTYPED:
-        raise LeftAlone(f"inside jax.shard_map, where {found.backend!r} needs check_vma=False")
+    # The formula is what the original computes, too.
+    if varying(query) and found.backend == "reference":
+        raise LeftAlone("inside jax.shard_map, where most kernels need check_vma=False")
     outputs = attend_here(query, key, value, bias, mask, return_weights=return_weights, **options)
     _count(query, key, found, asked)
     return with_means(outputs, value, mask)

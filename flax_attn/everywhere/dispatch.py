@@ -43,8 +43,8 @@ def dispatch(target: str, place: Place, original: Callable, *args: Any, **kwargs
         reason = str(found)
     if settings.strict:
         raise ValueError(
-            f"{place.name} is left alone: {reason}. Change the call, leave {target!r} out of the"
-            " targets, or pass strict=False, under which the original runs"
+            f"{place.name} is left alone: {reason}. Change the call. If the original accepts it,"
+            f" leave {target!r} out of the targets, or pass strict=False, and the original runs"
         )
     reports.add(reports.Entry(reports.user_place(), place.name, reason=reason))
     token = _ORIGINALS.set(_ORIGINALS.get() | {target})

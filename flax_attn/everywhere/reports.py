@@ -71,6 +71,10 @@ class Report:
         taken = sum(self.taken.values())
         left = sum(self.left_alone.values())
         lines = [f"{taken} calls computed by flax_attn, {left} left alone (counted as traced)"]
+        if not self.counts:
+            lines.append(
+                "No call was traced: what was compiled in an earlier block is not counted."
+            )
         before = None
         for entry in sorted(self.counts, key=attrgetter("line", "place")):
             if entry.line != before:

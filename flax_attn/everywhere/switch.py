@@ -85,7 +85,7 @@ def settings_of(on: Any, targets: Any, strict: Any) -> Settings:
 def _chosen(targets: Any) -> tuple[str, ...]:
     if targets is None:
         return NAMES
-    check_type("targets", targets, list | tuple, f"names out of {list(NAMES)}")
+    check_type("targets", targets, list | tuple, f"a list of names out of {list(NAMES)}")
     if not targets:
         raise ValueError(
             f"targets must name at least one of {list(NAMES)}; got none. For all pass None, and for"
@@ -107,8 +107,9 @@ def _check_no_trace() -> None:
     if isinstance(jnp.zeros(()), Tracer):
         raise ValueError(
             "everywhere() must be entered outside of functions that JAX traces, as its options are"
-            " part of what is compiled; it was called inside a trace. Enter it around the call of"
-            " the compiled function, or pass an adapter of flax_attn.adapters to a part of a model"
+            " part of what is compiled; it was called inside a trace. Enter it, or"
+            " everywhere(False), around the call of the compiled function, or pass an adapter of"
+            " flax_attn.adapters to a part of a model"
         )
 
 

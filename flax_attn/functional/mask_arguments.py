@@ -6,19 +6,36 @@ from typing import Any, overload
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array
 
-from attn_spec.mask_checks import check_boolean, check_integers, read_array
+from attn_spec.mask_checks import check_integers, check_zeros_and_ones, read_array
 from flax_attn.functional.kv_range import as_int32
 from flax_attn.functional.mask_part import Count
 from flax_attn.functional.shapes import ArrayLike
 
 
 def as_booleans(array: Any) -> Array:
-    """Return a boolean array, or raise `ValueError`."""
+    """Return a boolean array, also of one that is known to hold 0 and 1, or raise `ValueError`.
+
+    Example:
+        >>> as_booleans(np.array([1.0, 0.0]))
+        Array([ True, False], dtype=bool)
+    """
     array = _array("mask", array)
-    check_boolean(array.dtype == bool, array.dtype, "astype(bool)")
+    if array.dtype != bool:
+        check_zeros_and_ones(_is_zeros_and_ones(array), array.dtype, "astype(bool)")
+        array = array.astype(bool)
     return jnp.asarray(array)
+
+
+def _is_zeros_and_ones(array: Array | np.ndarray) -> bool | None:
+    # With NumPy, as all operations of JAX are traced inside a trace.
+    if isinstance(array, Tracer):
+        return None
+    values = np.asarray(array)
+    ones = values == 1
+    return bool((ones | (values == 0)).all() and ones.any())
 
 
 @overload

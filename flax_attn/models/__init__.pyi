@@ -15,6 +15,7 @@ from .modernbert import ModernBert, ModernBertConfig, ModernBertMaskedLM
 from .olmo2 import Olmo2, Olmo2Config
 from .phi3 import Phi3, Phi3Config
 from .pretrained import Pretrained
+from .quantize import quantize
 from .qwen2 import Qwen2, Qwen2Config
 from .qwen3 import Qwen3, Qwen3Config
 from .qwen3moe import Qwen3Moe, Qwen3MoeConfig
@@ -79,5 +80,6 @@ __all__ = [
     "WhisperConfig",
     "from_pretrained",
     "generate",
+    "quantize",
     "save_pretrained",
 ]

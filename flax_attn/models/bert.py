@@ -30,7 +30,7 @@ def _fit(config: BertConfig, names: Collection[str]) -> BertConfig:
     return replace(config, pooler=any(name.endswith("pooler.dense.weight") for name in names))
 
 
-_LAYER = "encoder.layer.{i}."
+_HEAD = "cls.predictions.transform."
 
 
 def _layout(base: str, ignored: str) -> Layout:
@@ -49,30 +49,14 @@ def _layout(base: str, ignored: str) -> Layout:
         "ff.layers.2": "output.dense",
     }
     of_layers = {"norm1": "attention.output.LayerNorm", "norm2": "output.LayerNorm"}
+    prefixes = "trf_blocks.{i}.", f"{base}encoder.layer.{{i}}."
     return Layout(
         (
-            *embeddings({ours: f"{base}embeddings.{theirs}" for ours, theirs in tables.items()}),
-            *linears(
-                {
-                    f"trf_blocks.{{i}}.{ours}": f"{base}{_LAYER}{theirs}"
-                    for ours, theirs in layers.items()
-                }
-            ),
-            *norms(
-                {
-                    f"trf_blocks.{{i}}.{ours}": f"{base}{_LAYER}{theirs}"
-                    for ours, theirs in of_layers.items()
-                }
-            ),
-            *norms(
-                {
-                    "emb_norm": f"{base}embeddings.LayerNorm",
-                    "head.norm": "cls.predictions.transform.LayerNorm",
-                }
-            ),
-            *linears(
-                {"pooler": f"{base}pooler.dense", "head.dense": "cls.predictions.transform.dense"}
-            ),
+            *embeddings(tables, "", f"{base}embeddings."),
+            *linears(layers, *prefixes),
+            *norms(of_layers, *prefixes),
+            *norms({"emb_norm": f"{base}embeddings.LayerNorm", "head.norm": f"{_HEAD}LayerNorm"}),
+            *linears({"pooler": f"{base}pooler.dense", "head.dense": f"{_HEAD}dense"}),
             Rule(("head.bias",), "cls.predictions.bias"),
         ),
         ignored=rf"(.*\.)?embeddings\.position_ids|{ignored}",

@@ -123,18 +123,20 @@ def pure(graph: Any, options: Any, numbers: Sequence[Any] = ()) -> Callable:
         copy = nnx.merge(graph, state)
         if numbers:
             give_numbers(copy, numbers)
-        before = {path: count.get_value() for path, count in _key_counts(copy)}
+        before = _key_counts(copy)
         y = copy(x, **options) if cache is None else copy.attend(x, cache=cache, **options)
         # Only what the block changed: a model that was closed over cannot be written to.
-        after = _key_counts(copy)
-        changed = [(p, count) for p, count in after if count.get_value() is not before[p]]
+        kept = {path for path, value in _key_counts(copy).items() if value is before[path]}
+        counts = nnx.to_flat_state(nnx.state(copy, nnx.RngCount))
+        changed = [(path, count) for path, count in counts if path not in kept]
         return y, nnx.from_flat_state(changed)
 
     return run
 
 
-def _key_counts(block: Block) -> Sequence[tuple[Any, Any]]:
-    return nnx.to_flat_state(nnx.state(block, nnx.RngCount))
+def _key_counts(block: Block) -> dict[Any, Any]:
+    counts = nnx.to_flat_state(nnx.state(block, nnx.RngCount))
+    return {path: count.get_value() for path, count in counts}
 
 
 def recompute(block: Block, x: Tokens, options: dict[str, Any]) -> Tokens:

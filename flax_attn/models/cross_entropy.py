@@ -113,10 +113,14 @@ def _loss(logits: Callable, split: _LossAxes, head: Any, *rows: Array) -> Float[
 
     def add(total, chunk):
         hidden, targets, weights = chunk
-        return total + _of_chunk(logits(head, hidden), targets, weights, split.vocab)[0], None
+        scores = logits(head, hidden)
+        loss, _ = _of_chunk(scores, targets, weights, split.vocab)
+        return total + loss, None
 
     chunks = _chunks(*rows)
-    return _sum(jax.lax.scan(add, jnp.zeros((), chunks[-1].dtype), chunks)[0], split.tokens)
+    nothing = jnp.zeros((), chunks[-1].dtype)
+    total, _ = jax.lax.scan(add, nothing, chunks)
+    return _sum(total, split.tokens)
 
 
 def _loss_and_gradients(
@@ -129,20 +133,29 @@ def _loss_and_gradients(
         scores, pull = jax.vjp(logits, head, hidden)
         loss, slope = _of_chunk(scores, targets, weights, split.vocab)
         of_head, of_hidden = pull(slope)
-        sums = jax.tree.map(lambda total, x: total + x.astype(total.dtype), sums, (loss, of_head))
+        sums = jax.tree.map(_add, sums, (loss, of_head))
         return sums, of_hidden
 
     chunks = _chunks(*rows)
-    # In float32 for lower dtypes: each chunk adds to the gradient of the head.
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, accumulation_dtype(x.dtype)), head)
-    nothing = jnp.zeros((), chunks[-1].dtype), zeros
-    sums, of_hidden = jax.lax.scan(add, nothing, chunks)
+    nothing = jnp.zeros((), chunks[-1].dtype)
+    zeros = jax.tree.map(_zeros, head)
+    sums, of_hidden = jax.lax.scan(add, (nothing, zeros), chunks)
     loss, of_head = _sum(sums, split.tokens)
     of_head = jax.tree.map(lambda total, x: total.astype(x.dtype), of_head, head)
+    of_hidden = rearrange(of_hidden, "count b chunk d -> b (count chunk) d")
     # The last chunk may reach beyond the tokens.
     t = rows[0].shape[1]
-    of_hidden = rearrange(of_hidden, "count b chunk d -> b (count chunk) d")
-    return loss, of_head, _sum(of_hidden[:, :t], split.vocab)
+    of_hidden = _sum(of_hidden[:, :t], split.vocab)
+    return loss, of_head, of_hidden
+
+
+def _zeros(x: Array) -> Array:
+    # In float32 for lower dtypes: each chunk adds to the gradient of the head.
+    return jnp.zeros(x.shape, accumulation_dtype(x.dtype))
+
+
+def _add(total: Array, x: Array) -> Array:
+    return total + x.astype(total.dtype)
 
 
 def _chunks(*arrays: Array) -> list[Array]:
@@ -165,27 +178,36 @@ def _of_chunk(
     Each device has a part of the vocabulary.
     """
     wide = scores.astype(weights.dtype)
+    normaliser = _normaliser(wide, vocab)
     size = scores.shape[-1]
     first = 0
     if vocab:
         # A device has the scores of its own words.
-        first = (jax.lax.axis_index(vocab) * size).astype(targets.dtype)
+        first = jax.lax.axis_index(vocab) * size
+        first = first.astype(targets.dtype)
     words = jnp.arange(size, dtype=targets.dtype)
     hit = (targets - first)[..., None] == words[None, None]
-    # The largest score, whose exponential is 1: none is infinite.
-    top = jax.lax.stop_gradient(wide.max(axis=-1, keepdims=True))
-    top = _sum(top, vocab, jax.lax.pmax)
-    total = jnp.exp(wide - top).sum(axis=-1, keepdims=True)
-    normaliser = top + jnp.log(_sum(total, vocab))
-    chosen = jnp.where(hit, wide, 0).sum(axis=-1)
-    chosen = _sum(chosen, vocab)
+    chosen = jnp.where(hit, wide, 0)
+    chosen = _sum(chosen.sum(axis=-1), vocab)
     # A target that is no word makes the loss NaN, unless it does not count.
-    inside = (targets >= 0) & (targets < _sum(1, vocab) * size)
-    chosen = jnp.where(inside | (weights == 0), chosen, jnp.nan)
-    losses = (normaliser[..., 0] - chosen) * weights
+    end = _sum(1, vocab) * size
+    inside = (targets >= 0) & (targets < end)
+    counts = weights != 0
+    chosen = jnp.where(inside | ~counts, chosen, jnp.nan)
+    losses = normaliser[..., 0] - chosen
     probabilities = jnp.exp(wide - normaliser)
-    slope = (probabilities - hit.astype(wide.dtype)) * weights[..., None]
-    return losses.sum(), slope.astype(scores.dtype)
+    slope = probabilities - hit.astype(wide.dtype)
+    slope = slope * weights[..., None]
+    return (losses * weights).sum(), slope.astype(scores.dtype)
+
+
+def _normaliser(scores: Array, vocab: tuple[str, ...]) -> Array:
+    """Return the logarithm of the sum of exponentials over the whole vocabulary."""
+    # The largest score, whose exponential is 1: none is infinite.
+    top = jax.lax.stop_gradient(scores.max(axis=-1, keepdims=True))
+    top = _sum(top, vocab, jax.lax.pmax)
+    total = jnp.exp(scores - top).sum(axis=-1, keepdims=True)
+    return top + jnp.log(_sum(total, vocab))
 
 
 def _sum(tree: Any, axes: tuple[str, ...], reduce: Callable = jax.lax.psum) -> Any:

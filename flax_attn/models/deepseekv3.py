@@ -23,24 +23,18 @@ def _without_61(layout: Layout) -> Layout:
 
 _BLOCK = "trf_blocks.{i}"
 _LAYER = "model.layers.{i}"
+_ATTENTION = {
+    "W_query_down": "q_a_proj",
+    "W_query_up": "q_b_proj",
+    "W_latent": "kv_a_proj_with_mqa",
+    "W_key_value": "kv_b_proj",
+}
+_NORMS = {"q_norm": "q_a_layernorm", "kv_norm": "kv_a_layernorm"}
+_SHARED = {"W_gate": "gate_proj", "W_up": "up_proj", "W_down": "down_proj"}
 _OTHERS = (
-    *linears(
-        {
-            f"{_BLOCK}.att.W_query_down": f"{_LAYER}.self_attn.q_a_proj",
-            f"{_BLOCK}.att.W_query_up": f"{_LAYER}.self_attn.q_b_proj",
-            f"{_BLOCK}.att.W_latent": f"{_LAYER}.self_attn.kv_a_proj_with_mqa",
-            f"{_BLOCK}.att.W_key_value": f"{_LAYER}.self_attn.kv_b_proj",
-            f"{_BLOCK}.ff.shared.W_gate": f"{_LAYER}.mlp.shared_experts.gate_proj",
-            f"{_BLOCK}.ff.shared.W_up": f"{_LAYER}.mlp.shared_experts.up_proj",
-            f"{_BLOCK}.ff.shared.W_down": f"{_LAYER}.mlp.shared_experts.down_proj",
-        }
-    ),
-    *norms(
-        {
-            f"{_BLOCK}.att.q_norm": f"{_LAYER}.self_attn.q_a_layernorm",
-            f"{_BLOCK}.att.kv_norm": f"{_LAYER}.self_attn.kv_a_layernorm",
-        }
-    ),
+    *linears(_ATTENTION, f"{_BLOCK}.att.", f"{_LAYER}.self_attn."),
+    *linears(_SHARED, f"{_BLOCK}.ff.shared.", f"{_LAYER}.mlp.shared_experts."),
+    *norms(_NORMS, f"{_BLOCK}.att.", f"{_LAYER}.self_attn."),
     Rule((f"{_BLOCK}.ff.router.selection_bias",), f"{_LAYER}.mlp.gate.e_score_correction_bias"),
 )
 

@@ -22,6 +22,8 @@ from flax_attn.modules.multi_head import MultiHeadAttention
 from flax_attn.modules.norm import LayerNorm
 
 _QKV = tuple("trf_blocks.{i}.att." + name for name in ("W_query", "W_key", "W_value"))
+_LINEARS = {"att.out_proj": "attn.c_proj", "ff.layers.0": "mlp.c_fc", "ff.layers.2": "mlp.c_proj"}
+_PREFIXES = "trf_blocks.{i}.", "transformer.h.{i}."
 _LAYOUT = Layout(
     (
         *embeddings({"tok_emb": "transformer.wte", "pos_emb": "transformer.wpe"}),
@@ -30,21 +32,9 @@ _LAYOUT = Layout(
             tuple(f"{name}.kernel" for name in _QKV), "transformer.h.{i}.attn.c_attn.weight", axis=1
         ),
         Rule(tuple(f"{name}.bias" for name in _QKV), "transformer.h.{i}.attn.c_attn.bias"),
-        *linears(
-            {
-                "trf_blocks.{i}.att.out_proj": "transformer.h.{i}.attn.c_proj",
-                "trf_blocks.{i}.ff.layers.0": "transformer.h.{i}.mlp.c_fc",
-                "trf_blocks.{i}.ff.layers.2": "transformer.h.{i}.mlp.c_proj",
-            },
-            pattern="",
-        ),
-        *norms(
-            {
-                "trf_blocks.{i}.norm1": "transformer.h.{i}.ln_1",
-                "trf_blocks.{i}.norm2": "transformer.h.{i}.ln_2",
-                "final_norm": "transformer.ln_f",
-            }
-        ),
+        *linears(_LINEARS, *_PREFIXES, pattern=""),
+        *norms({"norm1": "ln_1", "norm2": "ln_2"}, *_PREFIXES),
+        *norms({"final_norm": "transformer.ln_f"}),
         *linears({"out_head": "lm_head"}),
     ),
     # Masks were stored as buffers once, and a tied head may be stored a second time.

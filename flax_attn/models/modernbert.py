@@ -28,8 +28,10 @@ def _fused(part: str, names: tuple[str, ...], theirs: str, pattern: str) -> Rule
 
 def _layout(base: str, ignored: str) -> Layout:
     """Return the names of the weights, those of the encoder behind a prefix; two are fused."""
-    layer, qkv = f"{base}layers.{{i}}.", ("att.W_query", "att.W_key", "att.W_value")
+    layer = f"{base}layers.{{i}}."
+    qkv = "att.W_query", "att.W_key", "att.W_value"
     fused = {qkv: f"{layer}attn.Wqkv", ("ff.W_gate", "ff.W_up"): f"{layer}mlp.Wi"}
+    prefixes = "trf_blocks.{i}.", layer
     return Layout(
         (
             *embeddings({"tok_emb": f"{base}embeddings.tok_embeddings"}),
@@ -38,25 +40,10 @@ def _layout(base: str, ignored: str) -> Layout:
                 for names, theirs in fused.items()
             ),
             *(_fused("bias", names, f"{theirs}.bias", "") for names, theirs in fused.items()),
-            *linears(
-                {
-                    "trf_blocks.{i}.att.out_proj": f"{layer}attn.Wo",
-                    "trf_blocks.{i}.ff.W_down": f"{layer}mlp.Wo",
-                }
-            ),
-            *norms(
-                {
-                    "trf_blocks.{i}.norm1": f"{layer}attn_norm",
-                    "trf_blocks.{i}.norm2": f"{layer}mlp_norm",
-                }
-            ),
-            *norms(
-                {
-                    "emb_norm": f"{base}embeddings.norm",
-                    "final_norm": f"{base}final_norm",
-                    "head.norm": "head.norm",
-                }
-            ),
+            *linears({"att.out_proj": "attn.Wo", "ff.W_down": "mlp.Wo"}, *prefixes),
+            *norms({"norm1": "attn_norm", "norm2": "mlp_norm"}, *prefixes),
+            *norms({"emb_norm": "embeddings.norm", "final_norm": "final_norm"}, "", base),
+            *norms({"head.norm": "head.norm"}),
             *linears({"head.dense": "head.dense"}),
             Rule(("head.bias",), "decoder.bias"),
         ),

@@ -18,6 +18,8 @@ from flax_attn.modules.linear import Linear
 from flax_attn.modules.mixture import MixtureOfExperts
 from flax_attn.modules.norm import RMSNorm
 
+_SHARED = {"W_gate": "gate_proj", "W_up": "up_proj", "W_down": "down_proj"}
+
 
 def _layout(experts: Layout) -> Layout:
     layer, shared = "model.layers.{i}", "trf_blocks.{i}.ff.shared"
@@ -25,12 +27,7 @@ def _layout(experts: Layout) -> Layout:
         *delta_net(f"{layer}.linear_attn"),
         *gated_queries(f"{layer}.self_attn.q_proj"),
         *linears({f"{shared}_gate": f"{layer}.mlp.shared_expert_gate"}),
-        *linears(
-            {
-                f"{shared}.W_{name}": f"{layer}.mlp.shared_expert.{name}_proj"
-                for name in ("gate", "up", "down")
-            }
-        ),
+        *linears(_SHARED, f"{shared}.", f"{layer}.mlp.shared_expert."),
     )
     # Heads that predict further tokens are left out, as transformers does.
     return Layout((*rules, *experts.rules), ignored=rf"{experts.ignored}|(.*\.)?mtp\..*")

@@ -20,11 +20,11 @@ def keep_most_likely(logits: Float[Array, "b v"], sampling: Sampling) -> Float[A
         Array([[ 0.        , -0.51082563,        -inf]], dtype=float32)
     """
     logits = logits.astype(accumulation_dtype(logits.dtype))
-    # Subtracted below: only differences count, and those of the likely words stay exact.
+    # Only differences count, and those of the likely words stay exact.
     largest = logits.max(axis=-1, keepdims=True)
+    finite = jnp.where(jnp.isfinite(largest), largest, 0)
     # Divided first, several could be infinite, and the most likely would be lost among them.
-    logits = logits - jnp.where(jnp.isfinite(largest), largest, 0)
-    logits = logits / sampling.temperature
+    logits = (logits - finite) / sampling.temperature
     if sampling.top_k or sampling.top_p:
         # Words are sorted on one device.
         logits = constrain(logits, "batch", None)
@@ -32,16 +32,21 @@ def keep_most_likely(logits: Float[Array, "b v"], sampling: Sampling) -> Float[A
         largest, _ = jax.lax.top_k(logits, sampling.top_k)
         logits = _from(logits, largest[:, -1:])
     if sampling.top_p is not None:
-        ordered = -jnp.sort(-logits, axis=-1)
-        chances = jax.nn.softmax(ordered, axis=-1)
-        # A word is kept where the more likely ones have less than `top_p` together.
-        before = jnp.cumsum(chances, axis=-1) - chances
-        inside = before < sampling.top_p
-        # The first always, as a `top_p` below the numbers of float32 is 0.
-        first = jnp.arange(inside.shape[-1]) == 0
-        kept = jnp.where(inside | first[None], ordered, jnp.inf)
-        logits = _from(logits, kept.min(axis=-1, keepdims=True))
+        logits = _from(logits, _least_inside(logits, sampling.top_p))
     return logits
+
+
+def _least_inside(logits: Array, top_p: float) -> Array:
+    """Return the least logit of each row whose more likely ones have a chance below `top_p`."""
+    ordered = -jnp.sort(-logits, axis=-1)
+    # The most likely first: what stands before a word has at least its chance.
+    chances = jax.nn.softmax(ordered, axis=-1)
+    before = jnp.cumsum(chances, axis=-1) - chances
+    inside = before < top_p
+    # The first always, as a `top_p` below the numbers of float32 is 0.
+    inside = inside.at[:, 0].set(True)
+    kept = jnp.where(inside, ordered, jnp.inf)
+    return kept.min(axis=-1, keepdims=True)
 
 
 def sample(
@@ -62,17 +67,23 @@ def sample(
     if sampling.greedy:
         return logits.argmax(axis=-1).astype(jnp.int32)
     kept = keep_most_likely(logits, sampling)
-    b, v = logits.shape
-    rows = jnp.arange(b, dtype=jnp.uint32)[:, None]
-    words = jnp.arange(v, dtype=jnp.uint32)[None]
-    # A number depends on the seed, the step, the row and the word alone, on both sides.
-    step = jnp.asarray(step, jnp.uint32)
-    own = threefry_2x32((key[0], key[1]), (step, rows))
-    bits, _ = threefry_2x32(own, (words, jnp.uint32(0)))
+    bits = _bits(logits.shape, key, step) >> 8
     # Half a step from 0 and from 1, whose logarithms are no numbers.
-    uniform = ((bits >> 8).astype(kept.dtype) + 0.5) / 2**24
+    uniform = (bits.astype(kept.dtype) + 0.5) / 2**24
     gumbel = -jnp.log(-jnp.log(uniform))
     return (kept + gumbel).argmax(axis=-1).astype(jnp.int32)
+
+
+def _bits(shape: tuple[int, ...], key: Array, step: Array | int) -> Array:
+    """Return random bits that depend on the key, the step, the row and the word alone."""
+    b, v = shape
+    rows = jnp.arange(b, dtype=jnp.uint32)
+    words = jnp.arange(v, dtype=jnp.uint32)
+    step = jnp.asarray(step, jnp.uint32)
+    # Each row has a key of its own, so that a row does not depend on the others.
+    own = threefry_2x32((key[0], key[1]), (step, rows[:, None]))
+    bits, _ = threefry_2x32(own, (words[None], jnp.uint32(0)))
+    return jnp.asarray(bits)
 
 
 def _from(logits: Array, least: Array) -> Array:

@@ -6,6 +6,7 @@ Only in flax_attn: it saves compiling.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, cast
 
 import jax
@@ -195,14 +196,19 @@ class Stack(nnx.Module):
         blocks = [self.blocks[m] for m in members]
         split = [nnx.split(block) for block in blocks]
         layers = jnp.asarray([self.stacked_layers[m] for m in members]).T
-        numbers = [tuple(map(jnp.asarray, zip(*self.numbers[m], strict=True))) for m in members]
+        numbers = []
+        for m in members:
+            columns = zip(*self.numbers[m], strict=True)
+            numbers.append(tuple(map(jnp.asarray, columns)))
 
         def turn(carry, inputs):
             x, stored = carry
             i, layers, states, numbers, each = inputs
-            stored, kept = list(stored), []
-            for m, (block, (graph, _)) in enumerate(zip(blocks, split, strict=True)):
-                own = {**options, **(each[m] if each else {})}
+            stored = list(stored)
+            kept = []
+            for m, block in enumerate(blocks):
+                graph, _ = split[m]
+                own = options | (each[m] if each else {})
                 own["dropout_key"] = fold_in(key, 1 + layers[m])
                 own["positions"] = None if block.att.rope is None else positions
                 run = pure(graph, own, numbers[m])
@@ -211,23 +217,18 @@ class Stack(nnx.Module):
                     x, changed = run(states[m], x)
                     kept.append((changed, None))
                     continue
-                mine = jax.tree.map(
-                    lambda array: jax.lax.dynamic_index_in_dim(array, i, keepdims=False), stored[m]
-                )
+                mine = _read_layer(stored[m], i)
                 ran, changed = run(states[m], x, caches[m].replace(**mine))
-                x, after = ran.output, ran.cache
-                # Carried and written in place, the caches are in memory once.
-                stored[m] = {
-                    name: jax.lax.dynamic_update_index_in_dim(stored[m][name], new, i, 0)
-                    for name, new in after.arrays.items()
-                }
+                x = ran.output
+                stored[m] = _write_layer(stored[m], i, ran.cache.arrays)
                 # Of the cache only the length is left to return, which may be static.
-                kept.append((changed, _changed(lambda x: x[:0], after)))
-            return (x, tuple(stored)), kept
+                kept.append((changed, _changed(lambda x: x[:0], ran.cache)))
+            return (x, stored), kept
 
-        start = x, () if caches is None else tuple(cache.arrays for cache in caches)
-        inputs = jnp.arange(len(layers)), layers, [state for _, state in split], numbers, list(each)
-        (x, stored), kept = jax.lax.scan(turn, start, inputs)
+        arrays = [] if caches is None else [cache.arrays for cache in caches]
+        states = [state for _, state in split]
+        inputs = jnp.arange(len(layers)), layers, states, numbers, list(each)
+        (x, stored), kept = jax.lax.scan(turn, (x, arrays), inputs)
         for block, (changed, _) in zip(blocks, kept, strict=True):
             nnx.update(block, changed)
         if caches is None:
@@ -250,6 +251,17 @@ class Stack(nnx.Module):
 @jax.jit
 def _layer(state: Any, i: Any) -> Any:
     return jax.tree.map(lambda x: x[i], state)
+
+
+def _read_layer(arrays: dict[str, Array], i: Array) -> dict[str, Array]:
+    index = partial(jax.lax.dynamic_index_in_dim, index=i, keepdims=False)
+    return {name: index(array) for name, array in arrays.items()}
+
+
+def _write_layer(arrays: dict[str, Array], i: Array, new: dict[str, Array]) -> dict[str, Array]:
+    # Carried and written in place, the caches are in memory once.
+    write = partial(jax.lax.dynamic_update_index_in_dim, index=i, axis=0)
+    return {name: write(arrays[name], array) for name, array in new.items()}
 
 
 def _output_dtype(block: Block, x: Tokens) -> Dtype:

@@ -42,15 +42,12 @@ def _stack(ours: str, theirs: str, cross: bool) -> tuple:
     layer = f"{theirs}.block.{{i}}.layer."
     # Hugging Face counts the parts of a block: the feed-forward layer comes last.
     last = 2 if cross else 1
-    names = {}
-    for a, b in _ATTENTION.items():
-        names[f"{ours}att.{a}"] = f"{layer}0.SelfAttention.{b}"
-        if cross:
-            names[f"{ours}cross.{a}"] = f"{layer}1.EncDecAttention.{b}"
-    for a, b in _FF.items():
-        names[f"{ours}ff.{a}"] = f"{layer}{last}.DenseReluDense.{b}"
-    of_norms = {f"{ours}norm{n + 1}": f"{layer}{n}.layer_norm" for n in range(last + 1)}
-    return *linears(names), *norms(of_norms)
+    rules = linears(_ATTENTION, f"{ours}att.", f"{layer}0.SelfAttention.")
+    if cross:
+        rules += linears(_ATTENTION, f"{ours}cross.", f"{layer}1.EncDecAttention.")
+    rules += linears(_FF, f"{ours}ff.", f"{layer}{last}.DenseReluDense.")
+    of_norms = {f"norm{n + 1}": f"{n}.layer_norm" for n in range(last + 1)}
+    return *rules, *norms(of_norms, ours, layer)
 
 
 _COPIES = ("lm_head.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
@@ -76,6 +73,11 @@ _LAYOUT = Layout(
         r"decoder\.block\.0\.layer\.1\..*relative_attention_bias.*"
     ),
 )
+
+
+def _head_options(config: T5Config) -> dict[str, Any]:
+    # Scores have no factor: the queries are drawn with it.
+    return {"head_dim": config.head_dim, "out_bias": False, "scores": Scores(scale=1.0)}
 
 
 class T5(EncoderDecoder[T5Config]):
@@ -138,35 +140,22 @@ class T5(EncoderDecoder[T5Config]):
         self, layer: int, backend: str, *, rngs: nnx.Rngs, **numerics: Any
     ) -> CrossBlock:
         """Return a block of the decoder."""
-        config, numerics = self.config, {"rngs": rngs, **numerics}
-        sizes = config.d_model, config.d_model, config.dropout, config.num_heads
-        options = {
-            "head_dim": config.head_dim,
-            "out_bias": False,
-            "scores": Scores(scale=1.0),
-            "backend": backend,
-        }
-        attention, cross = (
-            self.attention(backend=backend, **numerics),
-            CrossAttention(*sizes, **options, **numerics),
-        )
-        norms = (self.norm(**numerics) for _ in range(3))
-        return CrossBlock(
-            attention, cross, self.feed_forward(**numerics), *norms, drop_shortcut=self.drop(rngs)
-        )
+        config = self.config
+        numerics |= {"rngs": rngs}
+        attention = self.attention(backend=backend, **numerics)
+        d = config.d_model
+        options = {**_head_options(config), "backend": backend}
+        cross = CrossAttention(d, d, config.dropout, config.num_heads, **options, **numerics)
+        norms = [self.norm(**numerics) for _ in range(3)]
+        feed_forward = self.feed_forward(**numerics)
+        return CrossBlock(attention, cross, feed_forward, *norms, drop_shortcut=self.drop(rngs))
 
     def attention(self, **options: Any) -> MultiHeadAttention:
         """Return the self-attention of a layer: its scores are not scaled."""
         config = self.config
-        sizes = (
-            config.d_model,
-            config.d_model,
-            config.context_length,
-            config.dropout,
-            config.num_heads,
-        )
-        own = {"head_dim": config.head_dim, "out_bias": False, "scores": Scores(scale=1.0)}
-        return MultiHeadAttention(*sizes, **own, **options)
+        d = config.d_model
+        sizes = d, d, config.context_length, config.dropout, config.num_heads
+        return MultiHeadAttention(*sizes, **_head_options(config), **options)
 
     def feed_forward(self, **options: Any) -> FeedForward | GatedFeedForward:
         """Return the feed-forward part of a layer, without biases."""

@@ -52,18 +52,15 @@ _ATTENTION = {"W_query": "q_proj", "W_key": "k_proj", "W_value": "v_proj", "out_
 
 def _stack(ours: str, theirs: str, last: int, **attentions: str) -> tuple:
     """Return the rules of the blocks of a stack with these attentions and `last` norms."""
-    ours = f"{ours}.{{i}}."
-    layer = f"model.{theirs}.layers.{{i}}."
-    names = {f"{ours}ff.layers.0": f"{layer}fc1", f"{ours}ff.layers.2": f"{layer}fc2"}
+    names = {"ff.layers.0": "fc1", "ff.layers.2": "fc2"}
     for own, name in attentions.items():
         for a, b in _ATTENTION.items():
-            names[f"{ours}{own}.{a}"] = f"{layer}{name}.{b}"
+            names[f"{own}.{a}"] = f"{name}.{b}"
     # A norm is named after what it stands before.
     before = (*attentions.values(), "final")
-    of_norms = {}
-    for i in range(last):
-        of_norms[f"{ours}norm{i + 1}"] = f"{layer}{before[i]}_layer_norm"
-    return *linears(names), *norms(of_norms)
+    of_norms = {f"norm{i + 1}": f"{before[i]}_layer_norm" for i in range(last)}
+    prefixes = f"{ours}.{{i}}.", f"model.{theirs}.layers.{{i}}."
+    return *linears(names, *prefixes), *norms(of_norms, *prefixes)
 
 
 def _convolution(name: str) -> tuple[Rule, Rule]:
@@ -75,7 +72,7 @@ def _convolution(name: str) -> tuple[Rule, Rule]:
 _LAYOUT = Layout(
     (
         *embeddings(
-            {"tok_emb": "model.decoder.embed_tokens", "pos_emb": "model.decoder.embed_positions"}
+            {"tok_emb": "embed_tokens", "pos_emb": "embed_positions"}, "", "model.decoder."
         ),
         *embeddings({"enc_pos": "model.encoder.embed_positions"}),
         *_convolution("conv1"),
@@ -149,7 +146,9 @@ class Whisper(EncoderDecoder[WhisperConfig]):
     ) -> CrossBlock:
         """Return a block of the decoder."""
         config = self.config
-        d, rate, heads = config.d_model, config.attention_dropout, config.num_decoder_heads
+        d = config.d_model
+        rate = config.attention_dropout
+        heads = config.num_decoder_heads
         numerics["rngs"] = rngs
         attention = self.attention(heads, backend=backend, **numerics)
         # Keys have no bias here either, as `CrossAttention` has none by default.

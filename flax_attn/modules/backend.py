@@ -32,7 +32,7 @@ def set_backend(model: nnx.Module, backend: str) -> None:
     Example:
         >>> from flax_attn import MultiHeadAttention, RMSNorm
         >>> rngs = nnx.Rngs(0)
-        >>> att = MultiHeadAttention(6, 6, context_length=5, dropout=0.0, num_heads=2, rngs=rngs)
+        >>> att = MultiHeadAttention(6, 6, num_heads=2, rngs=rngs)
         >>> model = nnx.Sequential(RMSNorm(6), att)
         >>> set_backend(model, "blocked")
         >>> att.backend

@@ -55,7 +55,7 @@ class TransformerBlock(nnx.Module):
         >>> import jax.numpy as jnp
         >>> from flax_attn import FeedForward, LayerNorm, MultiHeadAttention
         >>> rngs = nnx.Rngs(0)
-        >>> att = MultiHeadAttention(6, 6, context_length=5, dropout=0.0, num_heads=2, rngs=rngs)
+        >>> att = MultiHeadAttention(6, 6, num_heads=2, rngs=rngs)
         >>> block = TransformerBlock(att, FeedForward(6, rngs=rngs), LayerNorm(6), LayerNorm(6))
         >>> block(jnp.ones((4, 5, 6))).shape
         (4, 5, 6)

@@ -46,7 +46,7 @@ class CausalAttention(SelfAttention):
             weights.
 
     Example:
-        >>> layer = CausalAttention(3, 2, context_length=6, dropout=0.0, rngs=nnx.Rngs(0))
+        >>> layer = CausalAttention(3, 2, rngs=nnx.Rngs(0))
         >>> layer(jnp.ones((4, 6, 3))).shape
         (4, 6, 2)
 
@@ -58,8 +58,8 @@ class CausalAttention(SelfAttention):
         self,
         d_in: int,
         d_out: int,
-        context_length: int | None,
-        dropout: float,
+        context_length: int | None = None,
+        dropout: float = 0.0,
         qkv_bias: bool = False,
         *,
         d_key: int | None = None,

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 
 from attn_spec.cache_checks import check_cache_window
 from attn_spec.checks import check_positive, check_tokens, check_type
-from attn_spec.module_checks import check_heads
+from attn_spec.module_checks import check_heads, given_heads
 from attn_spec.scores import Scores
 from flax_attn.attention import dot_product_attention
 from flax_attn.backends.registry import check_backend
@@ -54,7 +54,7 @@ class CrossAttention(nnx.Module):
             call, if an input has another rank or width.
 
     Example:
-        >>> layer = CrossAttention(6, 4, 0.0, 2, rngs=nnx.Rngs(0))
+        >>> layer = CrossAttention(6, 4, num_heads=2, rngs=nnx.Rngs(0))
         >>> kept = layer.keep(jnp.ones((3, 7, 4)), lengths=jnp.array([7, 2, 5]))
         >>> layer(jnp.ones((3, 5, 6)), kept).shape
         (3, 5, 6)
@@ -67,8 +67,8 @@ class CrossAttention(nnx.Module):
         self,
         d_in: int,
         kdim: int,
-        dropout: float,
-        num_heads: int,
+        dropout: float = 0.0,
+        num_heads: int | None = None,
         qkv_bias: bool = False,
         *,
         key_bias: bool = False,
@@ -81,6 +81,7 @@ class CrossAttention(nnx.Module):
         backend: str = "auto",
         rngs: nnx.Rngs | None = None,
     ):
+        num_heads = given_heads(type(self).__name__, num_heads)
         check_heads(d_in, num_heads, num_heads, head_dim)
         check_positive(kdim=kdim)
         check_backend(backend)

@@ -57,8 +57,9 @@ class CrossBlock(nnx.Module):
         >>> import jax.numpy as jnp
         >>> from flax_attn import FeedForward, LayerNorm, MultiHeadAttention
         >>> rngs = nnx.Rngs(0)
-        >>> att = MultiHeadAttention(6, 6, context_length=5, dropout=0.0, num_heads=2, rngs=rngs)
-        >>> cross, norms = CrossAttention(6, 4, 0.0, 2, rngs=rngs), [LayerNorm(6) for _ in range(3)]
+        >>> att = MultiHeadAttention(6, 6, num_heads=2, rngs=rngs)
+        >>> cross = CrossAttention(6, 4, num_heads=2, rngs=rngs)
+        >>> norms = [LayerNorm(6) for _ in range(3)]
         >>> block = CrossBlock(att, cross, FeedForward(6, rngs=rngs), *norms)
         >>> block(jnp.ones((4, 5, 6)), cross.keep(jnp.ones((4, 7, 4)))).shape
         (4, 5, 6)

@@ -183,7 +183,7 @@ class DeltaAttention(Attention):
         `capacity`. `dtype` is that of the inputs of the convolutions; None is that of the key
         projection.
         """
-        own = self.W_key.kernel.dtype if self.dtype is None else self.dtype
+        own = self.W_key.result_dtype
         return DeltaCache.zeros(b, **self._cached, dtype=own if dtype is None else dtype)
 
     @property

@@ -11,6 +11,7 @@ from flax.typing import Dtype, PrecisionLike
 from jaxtyping import Array, Float
 
 from attn_spec.checks import check_positive
+from attn_spec.module_checks import given_heads
 from flax_attn.functional.explicit_sharding import split_as
 from flax_attn.functional.parameter_sums import widened
 from flax_attn.functional.positions import RoPE
@@ -64,9 +65,7 @@ class DifferentialAttention(MultiHeadAttention):
         ValueError: if the key/value heads are not pairs, or where `MultiHeadAttention` does.
 
     Example:
-        >>> layer = DifferentialAttention(
-        ...     6, 8, context_length=5, dropout=0.0, num_heads=4, num_kv_heads=2, rngs=nnx.Rngs(0)
-        ... )
+        >>> layer = DifferentialAttention(6, 8, num_heads=4, num_kv_heads=2, rngs=nnx.Rngs(0))
         >>> layer(jnp.ones((3, 5, 6))).shape
         (3, 5, 8)
 
@@ -81,9 +80,9 @@ class DifferentialAttention(MultiHeadAttention):
         self,
         d_in: int,
         d_out: int,
-        context_length: int | None,
-        dropout: float,
-        num_heads: int,
+        context_length: int | None = None,
+        dropout: float = 0.0,
+        num_heads: int | None = None,
         qkv_bias: bool = False,
         *,
         num_kv_heads: int | None = None,
@@ -99,6 +98,7 @@ class DifferentialAttention(MultiHeadAttention):
         backend: str = "auto",
         rngs: nnx.Rngs | None = None,
     ):
+        num_heads = given_heads(type(self).__name__, num_heads)
         # Before the parts are built, which would name another argument.
         _check_pairs(num_heads if num_kv_heads is None else num_kv_heads)
         super().__init__(

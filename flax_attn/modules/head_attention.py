@@ -22,6 +22,7 @@ from flax_attn.modules.calls import Attention, Bias
 from flax_attn.modules.dropout import Dropout
 from flax_attn.modules.heads import gate_heads
 from flax_attn.modules.linear import Linear
+from flax_attn.modules.quantized_linear import QuantizedLinear
 from flax_attn.modules.work import Work, count_pairs, products
 from flax_attn.sharding.axes import constrain
 from flax_attn.sharding.zigzag_inputs import arranged
@@ -48,7 +49,7 @@ class HeadAttention(Attention):
     Example:
         >>> from flax_attn import MultiHeadAttention
         >>> rngs = nnx.Rngs(0)
-        >>> layer = MultiHeadAttention(6, 8, context_length=5, dropout=0.0, num_heads=4, rngs=rngs)
+        >>> layer = MultiHeadAttention(6, 8, num_heads=4, rngs=rngs)
         >>> layer.num_heads, layer.head_dim, layer.causal
         (4, 2, True)
     """
@@ -147,13 +148,15 @@ class HeadAttention(Attention):
         own = Mask.causal() if self.window is None else Mask.sliding_window(self.window)
         return (own if self.causal else Mask()) & as_mask(mask).sized(None, self.num_heads)
 
-    def _empty(self, b: int | None, capacity: int, dtype: Dtype | None, layer: Linear) -> KVCache:
+    def _empty(
+        self, b: int | None, capacity: int, dtype: Dtype | None, layer: Linear | QuantizedLinear
+    ) -> KVCache:
         """Return an empty cache for these heads, by default in the dtype of a projection."""
         if self.window is None:
             check_capacity(capacity, self.context_length)
         *sizes, value_dim = self._cached
         if dtype is None:
-            dtype = layer.kernel.dtype if layer.dtype is None else layer.dtype
+            dtype = layer.result_dtype
         options = {"value_dim": value_dim, "window": self.window, "dtype": dtype}
         cache = KVCache.zeros(b, capacity, *sizes, **options)
         return _divided(cache)

@@ -11,6 +11,8 @@ from jaxtyping import Array, Float
 from attn_spec.attention_checks import check_causal_window
 from attn_spec.checks import check_choice, check_context_length, check_positive, check_type
 from attn_spec.latent_checks import check_latent_norm
+from attn_spec.module_checks import given_heads
+from attn_spec.other_libraries import OF_LAYERS, names_remedies
 from attn_spec.scores import Scores
 from flax_attn.backends.registry import check_backend
 from flax_attn.functional.absorption import Absorption
@@ -99,7 +101,7 @@ class MultiHeadLatentAttention(HeadAttention):
 
     Example:
         >>> layer = MultiHeadLatentAttention(
-        ...     6, 6, context_length=8, dropout=0.0, num_heads=4, kv_lora_rank=3,
+        ...     6, 6, num_heads=4, kv_lora_rank=3,
         ...     qk_nope_head_dim=4, qk_rope_head_dim=2, v_head_dim=5,
         ...     rope=RoPE(interleaved=True), rngs=nnx.Rngs(0)
         ... )
@@ -115,9 +117,9 @@ class MultiHeadLatentAttention(HeadAttention):
         self,
         d_in: int,
         d_out: int,
-        context_length: int | None,
-        dropout: float,
-        num_heads: int,
+        context_length: int | None = None,
+        dropout: float = 0.0,
+        num_heads: int | None = None,
         qkv_bias: bool = False,
         *,
         kv_lora_rank: int,
@@ -139,6 +141,7 @@ class MultiHeadLatentAttention(HeadAttention):
         backend: str = "auto",
         rngs: nnx.Rngs | None = None,
     ):
+        num_heads = given_heads(type(self).__name__, num_heads)
         # Checked together, so that an error names them all.
         widths = {
             "qk_nope_head_dim": qk_nope_head_dim,
@@ -195,6 +198,7 @@ class MultiHeadLatentAttention(HeadAttention):
         self.sinks = None if sinks is None else nnx.Param(sinks, **named("heads"))
         self.dropout = Dropout(dropout, rngs=rngs)
 
+    @names_remedies(OF_LAYERS)
     def attend(
         self,
         query: Float[Array, "*b t d_in"],

@@ -83,6 +83,11 @@ class Linear(nnx.Linear):
             bias_metadata=named(None if axes[1] == "embed" else axes[1], unit=unit[1:]),
         )
 
+    @property
+    def result_dtype(self) -> Dtype:
+        """The dtype of the output for an input in the dtype of the parameters."""
+        return self.kernel.dtype if self.dtype is None else self.dtype
+
     def __call__(self, inputs: Array, out_sharding: Any = None) -> Array:
         bias = None if self.bias is None else self.bias[...]
         operands = inputs, self.kernel[...], bias

@@ -14,7 +14,8 @@ from attn_spec.checks import (
     check_tokens,
     check_type,
 )
-from attn_spec.module_checks import check_head_norm, check_heads
+from attn_spec.module_checks import check_head_norm, check_heads, given_heads
+from attn_spec.other_libraries import OF_CONSTRUCTORS, OF_LAYERS, names_remedies
 from attn_spec.scores import Scores
 from flax_attn.backends.registry import check_backend
 from flax_attn.functional.cache import KVCache
@@ -48,7 +49,8 @@ class MultiHeadAttention(HeadAttention):
         d_out: width of all query heads together, and of the output.
         context_length: maximum length of the query and key inputs; None is no limit.
         dropout: the probability that a weight is dropped in train mode.
-        num_heads: number of query heads; divides d_out unless `head_dim` is given.
+        num_heads: number of query heads, which has to be given; divides d_out unless `head_dim` is
+            given.
         qkv_bias: whether the three input projections have a bias.
         num_kv_heads: number of key/value heads; divides num_heads. None is num_heads (multi-head),
             fewer is grouped-query, 1 is multi-query attention.
@@ -87,9 +89,7 @@ class MultiHeadAttention(HeadAttention):
             without `rope`, or if the cache is full.
 
     Example:
-        >>> layer = MultiHeadAttention(
-        ...     6, 8, context_length=5, dropout=0.0, num_heads=4, num_kv_heads=2, rngs=nnx.Rngs(0)
-        ... )
+        >>> layer = MultiHeadAttention(6, 8, num_heads=4, num_kv_heads=2, rngs=nnx.Rngs(0))
         >>> attended = layer.attend(jnp.ones((3, 5, 6)), return_weights=True)
         >>> attended.output.shape, attended.weights.shape
         ((3, 5, 8), (3, 4, 5, 5))
@@ -100,13 +100,14 @@ class MultiHeadAttention(HeadAttention):
         and keys (arXiv:2010.04245); Qiu et al. 2025, gated outputs (arXiv:2505.06708).
     """
 
+    @names_remedies(OF_CONSTRUCTORS)
     def __init__(
         self,
         d_in: int,
         d_out: int,
-        context_length: int | None,
-        dropout: float,
-        num_heads: int,
+        context_length: int | None = None,
+        dropout: float = 0.0,
+        num_heads: int | None = None,
         qkv_bias: bool = False,
         *,
         num_kv_heads: int | None = None,
@@ -127,6 +128,7 @@ class MultiHeadAttention(HeadAttention):
         backend: str = "auto",
         rngs: nnx.Rngs | None = None,
     ):
+        num_heads = given_heads(type(self).__name__, num_heads)
         # Defaults first: the checks name the values that are used.
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         kdim, vdim = d_in if kdim is None else kdim, d_in if vdim is None else vdim
@@ -173,6 +175,7 @@ class MultiHeadAttention(HeadAttention):
         self.sinks = None if sinks is None else nnx.Param(sinks, **named("heads"))
         self.dropout = Dropout(dropout, rngs=rngs)
 
+    @names_remedies(OF_LAYERS)
     def attend(
         self,
         query: Float[Array, "*b t d_in"],
@@ -203,6 +206,9 @@ class MultiHeadAttention(HeadAttention):
                 tokens. They hide nothing: causality follows the order, and packed sequences are
                 kept apart by the mask.
             lengths: number of real tokens in each row, `(b,)`; the rest is padding. None is all.
+                Take it for sequences that are padded at the end: the heads return 0 for padding.
+                `mask=Mask.lengths(key=lengths)` hides the same keys, but lets the tokens of
+                padding attend; take it where the key is another sequence.
             cache: keys and values of the tokens before, from `init_cache`; the new ones are stored
                 behind them.
             return_weights: whether to return the weights too; the output is the same, bit for bit.
@@ -219,6 +225,7 @@ class MultiHeadAttention(HeadAttention):
         }
         return self._run(query, key, value, cache=cache, return_weights=return_weights, **options)
 
+    @names_remedies(OF_LAYERS)
     def __call__(
         self,
         query: Float[Array, "*b t d_in"],

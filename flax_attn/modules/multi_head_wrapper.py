@@ -6,6 +6,7 @@ from flax.typing import Dtype, PrecisionLike
 from jaxtyping import Array
 
 from attn_spec.checks import check_positive
+from attn_spec.module_checks import given_heads
 from flax_attn.functional.cache_base import Cache
 from flax_attn.functional.dropout import fold_in
 from flax_attn.functional.masks import Mask
@@ -43,9 +44,7 @@ class MultiHeadAttentionWrapper(nnx.Module):
         ValueError: where `CausalAttention` does, and if `num_heads` is not positive.
 
     Example:
-        >>> layer = MultiHeadAttentionWrapper(
-        ...     3, 2, context_length=6, dropout=0.0, num_heads=4, rngs=nnx.Rngs(0)
-        ... )
+        >>> layer = MultiHeadAttentionWrapper(3, 2, num_heads=4, rngs=nnx.Rngs(0))
         >>> layer(jnp.ones((5, 6, 3))).shape
         (5, 6, 8)
     """
@@ -54,9 +53,9 @@ class MultiHeadAttentionWrapper(nnx.Module):
         self,
         d_in: int,
         d_out: int,
-        context_length: int | None,
-        dropout: float,
-        num_heads: int,
+        context_length: int | None = None,
+        dropout: float = 0.0,
+        num_heads: int | None = None,
         qkv_bias: bool = False,
         *,
         dtype: Dtype | None = None,
@@ -65,6 +64,7 @@ class MultiHeadAttentionWrapper(nnx.Module):
         backend: str = "auto",
         rngs: nnx.Rngs | None = None,
     ):
+        num_heads = given_heads(type(self).__name__, num_heads)
         check_positive(num_heads=num_heads)
         options = {
             "dtype": dtype,

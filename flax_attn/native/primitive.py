@@ -33,7 +33,8 @@ def primitive(
         call: function that calls the library.
         plain: the same function in plain JAX.
         static: names of the static options.
-        shapes: function with results of the same shapes and dtypes; None is `plain`.
+        shapes: function with results of the same shapes and dtypes, for arrays that all vary over
+            the same axes of a mesh inside `jax.shard_map`, as the results do; None is `plain`.
         multiple_results: whether the functions return several arrays.
     """
     made = Primitive(name)
@@ -41,7 +42,11 @@ def primitive(
 
     def abstract(*avals: Any, **options: Any) -> Any:
         results = jax.eval_shape(partial(shapes or plain, **options), *avals)
-        return [jax.typeof(x) for x in results] if multiple_results else jax.typeof(results)
+        types = [jax.typeof(x) for x in jax.tree.leaves(results)]
+        # A call of the library says nothing of a mesh.
+        if shapes is not None:
+            types = [one.update_manual_axis_type(avals[0].manual_axis_type) for one in types]
+        return types if multiple_results else types[0]
 
     made.def_impl(jax.jit(call, static_argnames=static))
     made.def_abstract_eval(abstract)

@@ -36,6 +36,7 @@ from flax_attn.parity.other_shapes import other_shapes
 from flax_attn.parity.pair import LOWER, Pair
 from flax_attn.parity.precision import precision
 from flax_attn.parity.repeated_calls import twice
+from flax_attn.parity.running_statistics import running_statistics
 from flax_attn.parity.stress import STRESS_INPUTS, stress
 from flax_attn.parity.training import check_choice
 
@@ -238,6 +239,7 @@ CHECKS: dict[str, Callable[[Pair], Check]] = {
     "jit = eager": eager,
     "twice": twice,
     "dropout": dropout,
+    "running statistics": running_statistics,
     "unbatched": unbatched,
     "other shapes": other_shapes,
     "masks": masks,

@@ -197,7 +197,7 @@ def report_on(
             found.append(check)
             if journal is not None:
                 journal.end(check)
-        notes = _notes(pair)
+        notes = _notes(pair, checks)
         differs = any(check.ran and not check.passed for check in found)
         difference = None
         if LOCATING in left_out:
@@ -268,10 +268,11 @@ def _located(pair: Pair, notes: list[str], checks: Sequence[Check]) -> Differenc
         return None
 
 
-def _notes(pair: Pair) -> list[str]:
+def _notes(pair: Pair, names: Sequence[str] | None) -> list[str]:
     # A recording may be compared where torch is not installed.
     recorded = isinstance(pair.torch, Recording)
-    notes = pair.recipe.notes() if pair.has_parameters and not recorded else []
+    trains = pair.has_parameters and not recorded and (names is None or "training" in names)
+    notes = pair.recipe.notes() if trains else []
     if pair.has_parameters and not pair.entries:
         notes.append(
             "layout=None: both modules keep their weights, and one that is 0 or 1 may hide a"

@@ -23,9 +23,6 @@ BRANCHES = {
     "training": "training",
 }
 
-# What a call in train mode changes, by PyTorch's names.
-UPDATED = ("running_mean", "running_var")
-
 
 @dataclass(frozen=True)
 class Coverage:
@@ -61,22 +58,10 @@ def coverage_of(pair: Pair, checks: Sequence[Check]) -> Coverage:
         lines += check.covers
         untested += check.untested
     untested += _found(pair, checks)
-    untested += _statistics(pair)
     left_out = CHECKS.keys() - {check.name for check in checks}
     if left_out:
         untested.append(f"{len(left_out)} of {len(CHECKS)} checks, which were not asked for")
     return Coverage("; ".join(lines), tuple(untested))
-
-
-def _statistics(pair: Pair) -> list[str]:
-    """Return that the momentum of running statistics shows in no output, if there are any."""
-    names = [name for name in pair.weights if name.rpartition(".")[2] in UPDATED]
-    if not names:
-        return []
-    return [
-        f"how train mode updates running statistics, such as {names[0]}: only outputs are compared,"
-        " so return them from calls in train mode"
-    ]
 
 
 def _ran(checks: Sequence[Check]) -> set[str]:

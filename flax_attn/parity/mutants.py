@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from flax_attn.parity import tolerance
-from flax_attn.parity.adapters.adapter import Adapter, Arrays, Result, RunSpec, is_floating
+from flax_attn.parity.adapters.adapter import Adapter, Arrays, Mode, Result, RunSpec, is_floating
 from flax_attn.parity.adapters.jax_adapter import JaxAdapter
 from flax_attn.parity.checks import CHECKS, run_checks
 from flax_attn.parity.cpu import on_cpu
@@ -134,32 +134,32 @@ class EditedAdapter(JaxAdapter):
 
     def trace(self, spec: RunSpec) -> Trace:
         """Return the program of a run, as it is without the edit."""
-        return self._traced(self.arguments(spec), spec.train, spec.cached)
+        return self._traced(self.arguments(spec), spec.mode, spec.cached)
 
     def train(self, spec: TrainingSpec) -> Arrays:
         """Train a copy, with compiled steps."""
         return _Compiled(self, self._edit).train(spec)
 
-    def _traced(self, arguments: tuple[Any, ...], train: bool, cached: bool) -> Trace:
+    def _traced(self, arguments: tuple[Any, ...], mode: Mode, cached: bool) -> Trace:
         leaves, tree = jax.tree.flatten(arguments)
-        key = tree, tuple(str(jax.typeof(leaf)) for leaf in leaves), train, cached
+        key = tree, tuple(str(jax.typeof(leaf)) for leaf in leaves), mode, cached
         if key not in self._traces:
-            call = partial(self._called, train=train, cached=cached)
+            call = partial(self._scoped, mode=mode, cached=cached)
             self._traces[key] = traced(call, arguments)
         return self._traces[key]
 
-    def _called(self, params, inputs, state, extras, train: bool, cached: bool) -> dict[str, Any]:
-        module = self._build(params, state, train)
+    def _scoped(self, params, inputs, state, extras, mode: Mode, cached: bool) -> dict[str, Any]:
+        module = self._build(params, state, mode)
         with jax.named_scope(CALLED):
-            return self.call(module, inputs, extras, cached)
+            return self._called(module, inputs, extras, mode, cached)
 
     def _outputs(
-        self, params, inputs, state, extras, train: bool, cached: bool = False, before: Any = None
+        self, params, inputs, state, extras, mode: Mode, cached: bool = False, before: Any = None
     ) -> dict[str, Any]:
         # An edit leaves no state behind.
         del before
         arguments = params, inputs, state, extras
-        trace = self._traced(arguments, train, cached)
+        trace = self._traced(arguments, mode, cached)
         return trace.run(jax.tree.leaves(arguments), self._edit)
 
     def _compile(self, function: Callable, **options: Any) -> Callable:

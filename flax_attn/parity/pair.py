@@ -217,7 +217,7 @@ class Pair:
     def training(self) -> RunSpec:
         """Train mode under the pair's dropout key."""
         extras = {**self.extras, "dropout_key": self.key}
-        return self.run_spec("train", train=True, cotangents=self.cotangents, extras=extras)
+        return self.run_spec("train", mode="train", cotangents=self.cotangents, extras=extras)
 
     @cached_property
     def tangents(self) -> Arrays:
@@ -243,7 +243,7 @@ class Pair:
             extras=self.extras,
             targets=targets,
             keys=keys,
-            train=self.takes("dropout_key"),
+            mode="train" if self.takes("dropout_key") else "eval",
         )
 
     @property

@@ -146,7 +146,7 @@ def _refuse_train_mode(torch_module: Any, pair: Pair) -> None:
         return
     check_callable(pair)
     # Without dropout and batch statistics both modes return the same.
-    train = pair.run("torch", pair.run_spec("left in train mode", train=True)).outputs
+    train = pair.run("torch", pair.run_spec("left in train mode", mode="train")).outputs
     for name, error in tolerance.relative(train, pair.plain.outputs).items():
         if error:
             raise PairingError(

@@ -78,8 +78,10 @@ def long_sequence(pair: Pair) -> StressInput:
 
     def lengthen(x):
         shape = (x.shape[0], LONG, *x.shape[2:])
-        floats = is_floating(x)
-        return random.normal(size=shape) if floats else random.integers(x.min(), x.max() + 1, shape)
+        if is_floating(x):
+            return random.normal(size=shape)
+        # In whole numbers, since a boolean plus 1 is one; a mask stays a mask.
+        return random.integers(int(x.min()), int(x.max()) + 1, shape).astype(x.dtype)
 
     return _tokens(pair, lengthen)
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from flax_attn.parity.adapters.adapter import Arrays
+from flax_attn.parity.adapters.adapter import Arrays, Mode
 
 if TYPE_CHECKING:
     import torch
@@ -187,7 +187,7 @@ class TrainingSpec:
         extras: arguments of every call beside the inputs.
         targets: target of each output by name; an element that is NaN does not enter the loss.
         keys: `(steps, 2)`, the dropout key of every step.
-        train: whether the modules are in train mode.
+        mode: mode of the modules.
     """
 
     name: str
@@ -196,4 +196,4 @@ class TrainingSpec:
     extras: Mapping[str, np.ndarray]
     targets: Arrays
     keys: np.ndarray
-    train: bool
+    mode: Mode

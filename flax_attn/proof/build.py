@@ -103,7 +103,11 @@ def drawn(make: Callable[[], nnx.Module], seed: int = 0) -> nnx.Module:
         >>> drawn(lambda: LayerNorm(4)).scale.shape
         (4,)
     """
-    module = abstract(make)
+    return draw_parameters(abstract(make), seed)
+
+
+def draw_parameters(module: nnx.Module, seed: int = 0) -> nnx.Module:
+    """Return a module with its parameters drawn anew, from their shapes alone; see `drawn`."""
     state = nnx.state(module)
     draw = np.random.default_rng(seed)
     for i, (_, leaf) in enumerate(nnx.to_flat_state(state)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Any
@@ -10,10 +11,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from attn_spec.other_libraries import ASKS_NOTHING, OF_FUNCTIONS, names_remedies
 from flax_attn.backends.call import Call, Unsupported, as_argument, prepare
 from flax_attn.backends.choose import choose, for_parts, predicted, refusal, runs_on
 from flax_attn.backends.platform import asked_about, machine, platform_of
 from flax_attn.backends.registry import BACKENDS, load
+from flax_attn.functional.dropout import KeyedDropout
+from flax_attn.functional.masks import as_mask
+from flax_attn.functional.score_function import ScoreFunction
 from flax_attn.sharding.attention import attend
 from flax_attn.sharding.partition import Division, divide
 from flax_attn.sharding.ring_schedule import Route
@@ -62,9 +67,9 @@ class Explanation:
             lines.append(f"{sign} {name:9}  {reason or self._cost(name)}")
         if self.fastest is not None and self.refusals[self.fastest] is not None:
             time = _milliseconds(self.seconds[self.fastest])
-            lines.append(
-                f"{self.fastest} would be the fastest, in about {time}, if it did not refuse"
-            )
+            # Its reason says what would help, such as a cast.
+            reason = self.refusals[self.fastest]
+            lines.append(f"{self.fastest} would be the fastest, in about {time}: {reason}")
         return "\n".join(lines)
 
     def _cost(self, name: str) -> str:
@@ -73,22 +78,40 @@ class Explanation:
         return f"can run, in about {memory}{time}"
 
 
+@names_remedies(OF_FUNCTIONS, ASKS_NOTHING)
 def explain(
-    query: Any, key: Any, value: Any, bias: Any = None, mask: Any = None, **options: Any
+    query: Any,
+    key: Any,
+    value: Any,
+    bias: Any = None,
+    mask: Any = None,
+    *,
+    is_causal: bool = False,
+    scale: Any = None,
+    soft_cap: float | None = None,
+    score: Callable | ScoreFunction | None = None,
+    sinks: Any = None,
+    dropout: KeyedDropout | None = None,
+    precision: jax.lax.PrecisionLike = None,
+    backend: str = "auto",
+    return_weights: bool = False,
+    platform: str | None = None,
 ) -> Explanation:
     """Return which backend `dot_product_attention` would run for a call, and why not another.
 
-    Nothing is computed: arrays may be `jax.ShapeDtypeStruct`, also inside a mask. Options are those
-    of `dot_product_attention`, and `platform`, to ask about another machine than the one at hand:
-    `"cpu"`, `"gpu"`, `"tpu"`, or a chip such as `"h100"`, `"a100"` or `"v5e"`
-    (`flax_attn.backends.chips.CHIPS`), as it would be installed. Where nothing of the kind is
-    attached, `"gpu"` is an H100 and `"tpu"` a v5e. Times are predicted from published rates.
+    Nothing is computed: arrays may be `jax.ShapeDtypeStruct`, also inside a mask. The arguments are
+    those of `attend`, which takes the same backend with and without `return_weights`, and
+    `platform`, to ask about another machine than the one at hand: `"cpu"`, `"gpu"`, `"tpu"`, or a
+    chip such as `"h100"`, `"a100"` or `"v5e"` (`flax_attn.backends.chips.CHIPS`), as it would be
+    installed. Where nothing of the kind is attached, `"gpu"` is an H100 and `"tpu"` a v5e. Times
+    are predicted from published rates.
 
     Under a mesh the answer is about the part of one device, and `division` says what it has of the
     call.
 
     Raises:
         ValueError: where `dot_product_attention` does, except that a refusal is part of the result.
+        TypeError: where `dot_product_attention` does.
 
     Example:
         >>> import jax.numpy as jnp
@@ -96,15 +119,24 @@ def explain(
         >>> x = jax.ShapeDtypeStruct((1, 8192, 8, 64), jnp.float32)
         >>> found = explain(x, x, x, mask=Mask.causal(), platform="gpu")
         >>> found.backend, found.refusals["splash"]
-        ('fused', 'splash runs on TPU; got platform "gpu". Pass backend="auto"')
+        ('fused', 'splash runs on TPU; got platform "gpu"')
         >>> f"{1000 * found.seconds['blocked']:.1f} ms on {found.chip}"
         '2.1 ms on h100'
     """
-    backend = options.pop("backend", "auto")
-    options.pop("return_weights", None)
-    platform = options.get("platform")
     platform, chip = (platform_of(query), None) if platform is None else machine(platform)
-    options["platform"] = platform
+    options = {
+        "is_causal": is_causal,
+        "scale": scale,
+        "soft_cap": soft_cap,
+        "score": score,
+        "sinks": sinks,
+        "dropout": dropout,
+        "precision": precision,
+        "platform": platform,
+    }
+    # Read here, where the values of a mask of 0 and 1 are known.
+    if not _is_abstract(mask):
+        mask = as_mask(mask)
     arrays = {"query": query, "key": key, "value": value, "bias": bias}
     arrays = {name: _known(name, x) for name, x in arrays.items()}
     leaves, structure = jax.tree.flatten((arrays | options, mask))

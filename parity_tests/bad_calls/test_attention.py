@@ -13,6 +13,7 @@ import flax_attn
 import torch_ref
 
 pytestmark = pytest.mark.usefixtures("no_shape_checks")
+NAN = float("nan")
 QUERY, KEY, VALUE = (2, 5, 4, 6), (2, 7, 2, 6), (2, 7, 2, 3)
 
 
@@ -243,13 +244,13 @@ ALIKE = {
     ),
     "float mask": (
         attend(mask=zeros(5, 7)),
-        r"must be boolean, True = attend; got dtype (torch\.)?float64.*as bias",
+        r"must be boolean, True = attend.*got other values, dtype (torch\.)?float64.*as bias",
     ),
     "int mask": (
         attend(mask=zeros(5, 7, dtype="int32")),
         r"must be boolean.*int32.*mask\.(astype\(bool\)|bool\(\))",
     ),
-    "dense float": (mask("dense", np.ones((5, 7))), r"must be boolean.*pass them as bias"),
+    "dense float": (mask("dense", 2 * np.ones((5, 7))), r"must be boolean.*pass them as bias"),
     "float segments": (
         mask("segments", np.ones(5)),
         r"query segments must be integers; got dtype .*float64",
@@ -339,10 +340,16 @@ UNKNOWN = {
     "query_seq_lengths": r"pass mask=Mask\.lengths\(query=lengths\)",
     "key_value_seq_lengths": r"pass mask=Mask\.lengths\(key=lengths\)",
     "implementation": r'pass backend="auto"',
-    "attn_mask": "pass mask=",
+    "return_residual": "pass return_weights=True to attend for the weights",
+    "attn_mask": r"pass mask=, where True means attend; arrays are \(b, t, n, h\)",
+    "causal": "pass is_causal=True",
+    "sm_scale": "pass scale=",
+    "window": r"pass mask=Mask\.sliding_window\(width\)",
+    "deterministic": "pass nothing for no dropout",
     "dropout_p": r"pass dropout=KeyedDropout\(rate, key\)",
     "enable_gqa": "pass keys and values with fewer heads as they are",
-    "softcap": "the arguments are query, key, value, bias, mask, is_causal, scale, soft_cap",
+    "softcap": "pass soft_cap=",
+    "soft_capp": "the arguments are query, key, value, bias, mask, is_causal, scale, soft_cap",
 }
 
 
@@ -353,6 +360,30 @@ def test_an_argument_of_another_library_is_named_with_what_to_pass(side, functio
     x = side.array(np.ones(QUERY))
     with pytest.raises(TypeError, match=rf"{function} has no argument '{name}': {remedy}"):
         call(x, x, x, **{name: 1})
+
+
+def test_what_jax_nn_is_told_where_nothing_is_asked_for_changes_nothing(side):
+    x = side.array(np.random.default_rng(0).normal(size=QUERY))
+    nothing = dict.fromkeys(("query_seq_lengths", "key_value_seq_lengths", "local_window_size"))
+    nothing |= {"implementation": None, "return_residual": False}
+    got = side.dot_product_attention(x, x, x, **nothing)
+    np.testing.assert_array_equal(got, side.dot_product_attention(x, x, x))
+    with pytest.raises(TypeError, match="no argument 'attn_mask'"):
+        side.dot_product_attention(x, x, x, attn_mask=None)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "int32"])
+def test_a_mask_of_known_zeros_and_ones_is_that_of_booleans(side, dtype):
+    x = side.array(np.random.default_rng(0).normal(size=QUERY))
+    causal = np.tril(np.ones((5, 5)))
+    got = side.dot_product_attention(x, x, x, mask=side.array(causal, dtype))
+    np.testing.assert_array_equal(got, side.dot_product_attention(x, x, x, is_causal=True))
+
+
+@pytest.mark.parametrize("numbers", [[0.0, 0.0], [0.0, -1e9], [0.0, 2.0], [1.0, NAN]])
+def test_other_numbers_are_no_mask(side, numbers):
+    with pytest.raises(ValueError, match=r"of 0 and 1 with at least one 1; got other values"):
+        side.Mask.dense(side.array(np.array(numbers)))
 
 
 def test_is_causal_is_a_causal_mask_beside_the_other(side):
@@ -422,9 +453,16 @@ def test_errors_come_while_tracing(options, match):
         torch_ref.dot_product_attention(*tensors, **options(torch_ref))
 
 
+def test_a_mask_of_numbers_without_values_is_refused_in_pytorch():
+    with pytest.raises(ValueError, match=r"values are not known .* write mask\.bool\(\)"):
+        torch_ref.Mask.dense(torch.ones(5, 5, device="meta"))
+    with pytest.raises(ValueError, match=r"values are not known"):
+        torch.func.vmap(lambda mask: torch_ref.Mask.dense(mask).parts[0].array)(torch.ones(3, 5, 5))
+
+
 def test_a_traced_mask_is_checked_while_tracing():
     x = jnp.ones((2, 5, 1, 3))
-    with pytest.raises(ValueError, match="mask must be boolean"):
+    with pytest.raises(ValueError, match=r"values are not known .* write mask\.astype\(bool\)"):
         jax.jit(lambda x, mask: flax_attn.dot_product_attention(x, x, x, mask=mask))(
             x, jnp.ones((5, 5))
         )

@@ -546,3 +546,56 @@ def test_errors_come_while_tracing(shape, match):
             trace(lambda x: layer(x))(jnp.ones(shape))
     with torch.device("meta"), pytest.raises(ValueError, match=match):
         torch_ref.MultiHeadAttention(6, 8, 9, 0.0, 4)(torch.ones(shape))
+
+
+ELSEWHERE = {
+    "attn_mask": "pass mask=, where True means attend",
+    "is_causal": "pass causal= when you construct the layer",
+    "deterministic": r"layer\.eval\(\) switches dropout off",
+    "return_weights": "pass return_weights=True to attend",
+    "key_padding_mask": "pass lengths=",
+    "maskk": "the arguments are query, key, value, mask, bias, positions, lengths, dropout_key",
+}
+
+
+@pytest.mark.parametrize(("name", "remedy"), ELSEWHERE.items(), ids=ELSEWHERE)
+def test_a_layer_names_what_to_pass_for_the_argument_of_another_library(side, name, remedy):
+    layer = multi_head(side)
+    with pytest.raises(TypeError, match=f"MultiHeadAttention has no argument '{name}': .*{remedy}"):
+        layer(side.array(np.ones((2, 3, 6)), "float32"), **{name: None})
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [("dropout_rate", "pass dropout="), ("embed_dim", "pass d_in= and d_out="), ("heads", "are")],
+)
+def test_so_does_its_constructor(side, name, remedy):
+    with pytest.raises(TypeError, match=f"MultiHeadAttention has no argument '{name}': .*{remedy}"):
+        multi_head(side, **{name: 1})
+
+
+HEADED = {
+    "MultiHeadAttention": {},
+    "MultiHeadAttentionWrapper": {},
+    "DifferentialAttention": {},
+    "CrossAttention": {},
+    "MultiHeadLatentAttention": {
+        "kv_lora_rank": 3,
+        "qk_nope_head_dim": 4,
+        "qk_rope_head_dim": 2,
+        "v_head_dim": 5,
+    },
+}
+
+
+@pytest.mark.parametrize(("name", "options"), HEADED.items(), ids=HEADED)
+def test_only_the_number_of_heads_has_to_be_given(side, name, options):
+    layer = side.build(name, 6, 8, num_heads=2, **options)
+    layer = layer.heads[0] if name.endswith("Wrapper") else layer
+    assert layer.dropout.rate == 0
+    with pytest.raises(TypeError, match=rf"{name} needs num_heads.*{name}\(768, 768, num_heads=12"):
+        side.build(name, 6, 8, **options)
+
+
+def test_a_single_head_needs_its_widths_only(side):
+    assert side.build("CausalAttention", 6, 8).context_length is None

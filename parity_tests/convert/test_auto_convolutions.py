@@ -30,7 +30,7 @@ def conv(d_in, d_out, size, strides=1):
 
 
 def batch_norm(d):
-    norm = nnx.BatchNorm(d, use_running_average=True, epsilon=1e-5, rngs=R, **F64)
+    norm = nnx.BatchNorm(d, use_running_average=True, epsilon=1e-5, momentum=0.9, rngs=R, **F64)
     norm.mean, norm.var = (
         nnx.BatchStat(jnp.zeros(d, jnp.float64)) for _ in range(2)
     )  # float32 otherwise

@@ -42,7 +42,9 @@ class VisionTransformer(nnx.Module):
         self.patches = nnx.Conv(
             3, WIDTH, (PATCH, PATCH), strides=(PATCH, PATCH), padding="VALID", rngs=rngs
         )
-        self.stem_norm = nnx.BatchNorm(WIDTH, epsilon=1e-5, use_fast_variance=False, rngs=rngs)
+        self.stem_norm = nnx.BatchNorm(
+            WIDTH, epsilon=1e-5, momentum=0.9, use_fast_variance=False, rngs=rngs
+        )
         self.token, self.positions = (nnx.Param(jnp.zeros((1, n, WIDTH))) for n in (1, 1 + PATCHES))
         self.blocks = nnx.List([Block(rngs, **options) for _ in range(depth)])
         self.norm = nnx.LayerNorm(WIDTH, epsilon=1e-5, use_fast_variance=False, rngs=rngs)

@@ -294,8 +294,16 @@ def test_a_function_of_integers_is_compared_in_its_outputs(whole):
 
 def test_every_check_catches_something():
     here = {*WRONG, *LOWER, "cache = full", "weights"}
-    # In test_precision.py and test_other_inputs.py.
-    there = {"precision", "twice", "other shapes", "masks", "ids", "huge scores"}
+    # In test_precision.py, test_running_statistics.py and test_other_inputs.py.
+    there = {
+        "precision",
+        "running statistics",
+        "twice",
+        "other shapes",
+        "masks",
+        "ids",
+        "huge scores",
+    }
     assert here | there | {fault.check for fault in FAULTS} == set(CHECKS)
 
 

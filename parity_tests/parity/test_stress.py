@@ -206,3 +206,17 @@ def test_the_part_of_a_packed_parameter_without_effect_is_named_and_left_out_of_
         tolerance.relative({"half": a}, {"half": b})["half"] for a, b in halves
     )
     assert nonzero_gradient <= tolerance.TRAINING < unfelt
+
+
+def test_a_mask_of_a_long_sequence_stays_boolean():
+    def flax(x, mask):
+        return jnp.where(mask[..., None], x, 0.0)
+
+    def torch_(x, mask):
+        return torch.where(mask[..., None], x, 0.0)
+
+    inputs = {"x": np.ones((2, 5, 3)), "mask": np.array([[True, False] * 2 + [True]] * 2)}
+    report = compare(flax, torch_, inputs, layout=None, checks=["long sequence"])
+    check = report.check("long sequence")
+    assert check.ran, check.missing
+    assert check.passed, check.explain()

@@ -188,7 +188,9 @@ def group_norm(size: Size) -> Sides:
 
 
 def batch_norm_in_eval(size: Size) -> Sides:
-    ours = nnx.BatchNorm(size.channels, use_running_average=True, epsilon=1e-5, rngs=rngs())
+    ours = nnx.BatchNorm(
+        size.channels, use_running_average=True, epsilon=1e-5, momentum=0.9, rngs=rngs()
+    )
     return Sides(ours, torch.nn.BatchNorm2d(size.channels).eval(), [size.image], IMAGES)
 
 

@@ -14,7 +14,7 @@ class _ConvNormRelu(nnx.Module):
     def __init__(self, size: Size):
         self.conv = nnx.Conv(size.channels, size.channels, (3, 3), padding=1, rngs=rngs())
         self.norm = nnx.BatchNorm(
-            size.channels, use_running_average=True, epsilon=1e-5, rngs=rngs()
+            size.channels, use_running_average=True, epsilon=1e-5, momentum=0.9, rngs=rngs()
         )
 
     def __call__(self, x):

@@ -80,11 +80,20 @@ def test_a_machine_with_a_chip_is_answered_for_as_it_would_be_installed():
     text = str(ask(8192, platform="a100"))
     assert text.startswith("fused runs on gpu (a100)")
     assert "ms forward" in text
-    assert "cudnn would be the fastest, in about" in text
+    advice = r"\ncudnn would be the fastest, in about .*: cudnn takes bfloat16, float16; got dtype"
+    assert re.search(advice + r" float32\. Cast query, key and value$", text)
+
+
+def test_a_reason_ends_with_no_advice_to_choose_automatically_where_that_was_done():
+    text = str(ask(platform="gpu"))
+    assert "-> fused" in text
+    assert 'splash runs on TPU; got platform "gpu"\n' in text
+    assert "auto" not in text
 
 
 @pytest.mark.parametrize(
-    ("platform", "chip"), [("gpu", "h100"), ("tpu", "v5e"), ("cpu", None), ("b200", "b200")]
+    ("platform", "chip"),
+    [("gpu", "h100"), ("H100", "h100"), ("tpu", "v5e"), ("cpu", None), ("b200", "b200")],
 )
 def test_a_platform_that_is_not_attached_is_a_usual_chip(platform, chip):
     assert ask(platform=platform).chip == chip
@@ -193,7 +202,8 @@ def test_one_that_refuses_by_name():
     x = jnp.ones((2, 3, 4, 5))
     with pytest.raises(
         Unsupported,
-        match=r"^backend 'decode' cannot honour this call: decode takes no dropout; got rate 0\.1",
+        match=r"^backend 'decode' cannot honour this call: decode takes no dropout; got rate 0\.1"
+        r"\. With backend=\"auto\" reference runs it$",
     ):
         dot_product_attention(x, x, x, dropout=dropout, backend="decode")
     with pytest.raises(ValueError, match="cannot honour"):  # for callers that know of no backends
@@ -227,10 +237,7 @@ def test_a_backend_refuses_a_dtype_that_it_does_not_declare(name, dtype):
         x = jnp.ones((2, 3, 4, 8), dtype)
     call = prepare(x, x, x, platform=(backend.platforms or ("cpu",))[0])
     takes = ", ".join(TAKES[name])
-    rule = (
-        f"{name} takes {takes}; got dtype {dtype}. Cast query, key and value, or pass"
-        ' backend="auto"'
-    )
+    rule = f"{name} takes {takes}; got dtype {dtype}. Cast query, key and value"
     assert (refusal(backend, call) == rule) == (dtype not in TAKES[name])
 
 

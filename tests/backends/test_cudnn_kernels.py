@@ -17,9 +17,9 @@ from jax._src.cudnn import fused_attention_stablehlo
 
 from flax_attn import KeyedDropout, Mask
 from flax_attn.bench.calls import ModelCall, with_gradients
+from flax_attn.device.kernels import kernel
 from tools.aot import gpu
 from tools.aot.compiled import compiled
-from tools.aot.kernels import kernel
 
 pytestmark = pytest.mark.usefixtures("no_shape_checks")
 

@@ -192,9 +192,8 @@ def test_the_parts_of_shard_map(x64, same):
     same(in_shards(attend_causally, False), *arrays(), reference=causal_formula)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_the_typed_parts_of_shard_map_are_left_alone_where_kernels_take_none(dtype, x64):
-    inputs = arrays(np.dtype(dtype))
+def test_the_typed_parts_of_shard_map_are_left_alone_where_no_kernel_takes_them(x64):
+    inputs = arrays(np.dtype("float64"))
 
     def gradient(query):
         attend = in_shards(attend_causally, True)
@@ -203,7 +202,7 @@ def test_the_typed_parts_of_shard_map_are_left_alone_where_kernels_take_none(dty
     with everywhere() as report:
         found = gradient(inputs[0])
     (entry,) = report.left_alone
-    assert "needs check_vma=False" in entry.reason
+    assert "need check_vma=False" in entry.reason
     np.testing.assert_array_equal(found, gradient(inputs[0]))
 
 

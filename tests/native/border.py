@@ -94,6 +94,9 @@ def attention(draw: Draw) -> Border:
     n, dtype, first = k * draw.one(1, 2, 3), draw.one(*NUMBERS), draw.one(False, True)
     keys = (k, s) if first else (s, k)
     segments = [(t, s), (0, 0)][draw.one(0, 1)]
+    rows = draw.one(batch, (*batch[:-1], 1))
+    dense = draw.one((draw.one(1, n), draw.one(1, t), s), (0, 0, 0))
+    visible = draw.random.random((*rows, *dense)) < 0.5
     arrays = {
         "query": draw.normal(dtype, *batch, t, n, h),
         "key": draw.normal(dtype, *batch, *keys, h),
@@ -103,6 +106,7 @@ def attention(draw: Draw) -> Border:
         "stop": draw.ends(s, *batch, t),
         "query_segment": draw.ids(0, 2, *batch, segments[0]),
         "key_segment": draw.ids(0, 2, *batch, segments[1]),
+        "dense": Array("bool", visible.shape, visible),
     }
     rows = Array("float32", (*batch, n, t))
     few = draw.one(False, True)

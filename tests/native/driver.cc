@@ -28,9 +28,9 @@ constexpr double REORDERED = 64, NULL_DIRECTION = 1e-13;
 constexpr int DRAWS = 4;
 
 static void fail(const Problem& x, const char* what, const char* array, double amount) {
-  std::printf("%s: %s is off by %.3g of what is allowed; b=%ld t=%ld s=%ld n=%ld k=%ld h=%ld v=%ld cap=%g%s%s\n", what,
+  std::printf("%s: %s is off by %.3g of what is allowed; b=%ld t=%ld s=%ld n=%ld k=%ld h=%ld v=%ld cap=%g%s%s%s\n", what,
               array, amount, x.b, x.t, x.s, x.n, x.k, x.h, x.v, x.soft_cap, x.sinks.empty() ? "" : " sinks",
-              x.query_segment.empty() ? "" : " segments");
+              x.query_segment.empty() ? "" : " segments", x.dense.empty() ? "" : " dense");
   ++failures;
 }
 
@@ -126,7 +126,7 @@ static void not_finite(const Kernels& kernels) {
           Problem x = draw_problem(draw, t, 70);
           x.scale = 1.5;  // such that FLT_MAX times it overflows
           for (double& one : x.query) one /= 10;
-          x.soft_cap = 0, x.query_segment.clear(), x.key_segment.clear();
+          x.soft_cap = 0, x.query_segment.clear(), x.key_segment.clear(), x.dense.clear();
           for (int64_t i = 0; i < x.b * t; ++i) {  // causal; the last two queries see nothing, the last keys nobody
             x.start[i] = 0;
             x.stop[i] = i % t < t - 2 ? static_cast<int32_t>(std::min<int64_t>(i % t + 1, 60)) : 0;

@@ -14,13 +14,16 @@ struct Problem {
   double scale, soft_cap;  // 0 is none
   Numbers query, key, value, cotangent, sinks;  // tokens first; sinks (b, n), or empty
   std::vector<int32_t> start, stop, query_segment, key_segment;
+  int64_t dense_b, dense_n, dense_t;  // 1, or as many as there are
+  std::vector<uint8_t> dense;         // (dense_b, dense_n, dense_t, s), or empty
 
   int64_t q_at(int64_t i, int64_t j, int64_t head, int64_t width) const { return ((i * t + j) * n + head) * width; }
   int64_t k_at(int64_t i, int64_t j, int64_t head, int64_t width) const {
     return ((i * s + j) * k + head / (n / k)) * width;
   }
-  bool visible(int64_t i, int64_t row, int64_t col) const {
-    const int64_t at = i * t + row;
+  bool visible(int64_t i, int64_t head, int64_t row, int64_t col) const {
+    const int64_t at = i * t + row, array = i % dense_b * dense_n + head % dense_n;
+    if (!dense.empty() && !dense[(array * dense_t + row % dense_t) * s + col]) return false;
     return col >= start[at] && col < stop[at] &&
            (query_segment.empty() || query_segment[at] == key_segment[i * s + col]);
   }
@@ -47,7 +50,7 @@ void attend_row(const Problem& x, int64_t i, int64_t row, int64_t head, Answer& 
   Real rest = 0;                     // NaN where the row sees a number that is not finite, and then all of it is
   const double* query = &x.query[x.q_at(i, row, head, x.h)];
   for (int64_t col = 0; col < x.s; ++col) {
-    if (!x.visible(i, row, col)) continue;
+    if (!x.visible(i, head, row, col)) continue;
     Real score = dot<Real>(query, &x.key[x.k_at(i, col, head, x.h)], x.h) * Real(x.scale), slope = 1;
     if (x.soft_cap > 0) {
       const Real tanh = std::tanh(score / Real(x.soft_cap));

@@ -77,7 +77,10 @@ inline Run run(const Problem& x, Type type, bool by_heads, const flax_attn::Kern
   const flax_attn::Attention call{x.b, x.t, x.s, x.n, x.k, x.h, x.v, type, by_heads, static_cast<float>(x.scale),
                                   static_cast<float>(x.soft_cap), query.data(), key.data(), value.data(),
                                   sinks.empty() ? nullptr : sinks.data(), x.start.data(), x.stop.data(),
-                                  ids(x.query_segment), ids(x.key_segment)};
+                                  ids(x.query_segment), ids(x.key_segment),
+                                  x.dense.empty() ? nullptr : x.dense.data(), x.dense_b == 1 ? x.b : 1,
+                                  x.dense_n * x.dense_t * x.s, x.dense_n == 1 ? 0 : x.dense_t * x.s,
+                                  x.dense_t == 1 ? 0 : x.s};
   const auto forward = [&](bool few) {
     kernels.forward({call, output.data(), top.data(), total.data(), few, false, false}, pool);
     return output.numbers();

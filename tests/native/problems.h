@@ -53,6 +53,18 @@ inline void draw_mask(Draw& draw, Problem& x) {
     x.key_segment.push_back(static_cast<int32_t>(sorted ? i % x.s / size : draw.below(segments)));
 }
 
+inline void draw_dense(Draw& draw, Problem& x) {
+  x.dense_b = draw.below(2) ? x.b : 1, x.dense_n = draw.below(2) ? x.n : 1, x.dense_t = draw.below(3) ? x.t : 1;
+  if (draw.below(3) > 0) return;
+  // Runs of keys, so that some tiles are all seen and some are hidden.
+  const int64_t run = 1 + draw.below(80), share = 1 + draw.below(4);
+  for (int64_t i = 0; i < x.dense_b * x.dense_n * x.dense_t; ++i)
+    for (int64_t j = 0; j < x.s; ++j) {
+      const bool new_run = j % run == 0 || i % 32 == 0;
+      x.dense.push_back(new_run ? draw.below(5) < share : x.dense.back());
+    }
+}
+
 inline Problem draw_problem(Draw& draw, int64_t t, int64_t s) {
   Problem x{};
   x.t = t, x.s = s;
@@ -70,6 +82,8 @@ inline Problem draw_problem(Draw& draw, int64_t t, int64_t s) {
   x.cotangent = draw.normal(x.b * x.t * x.n * x.v);
   if (draw.below(3) == 0) x.sinks = draw.normal(x.b * x.n);
   draw_mask(draw, x);
+  Draw dense(static_cast<unsigned>(x.t * 1000 + x.s));
+  draw_dense(dense, x);
   return x;
 }
 

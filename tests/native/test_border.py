@@ -20,6 +20,7 @@ ATTENTION = {
     "stop": "int32 2 3",
     "query_segment": "int32 2 3",
     "key_segment": "int32 2 5",
+    "dense": "bool 1 4 1 5",
 }
 ROWS, OUTPUT = "float32 2 4 3", "float32 2 3 4 7"
 SCORES = {"scale": np.float32(0.5), "soft_cap": np.float32(0), "heads_first": False}
@@ -43,6 +44,11 @@ CALLS = {  # arrays, results, options
         {"x": "bfloat16 3 5", "matrix": "bfloat16 5 4"},
         {"result": "bfloat16 3 4"},
         {"transposed": False},
+    ),
+    "int8_product": (
+        {"x": "bfloat16 3 5", "matrix": "int8 5 4"},
+        {"result": "float32 3 4"},
+        {},
     ),
     "grouped_product": (
         {"left": "float16 6 5", "right": "float16 3 5 4", "sizes": "int32 3"},
@@ -75,6 +81,9 @@ BOTH = {
     "stop must be int32, and (..., b, t)": {"stop": "uint32 2 3"},
     "query_segment must be int32, and (..., b, t), or": {"query_segment": "int32 2 0"},
     "key_segment must be int32, and (..., b, s), or": {"key_segment": "int32 2 0"},
+    "dense must be bool, and (..., b or 1, n or 1, t or 1, s) or": {"dense": "bool 3 1 3 5"},
+    "dense must be bool, and": {"dense": "bool 2 2 3 5"},
+    "dense must be": {"dense": "uint8 2 4 3 5"},
     "soft_cap must be positive, or 0 for none": {"soft_cap": np.float32(-1)},
 }
 BREAKS = {
@@ -103,6 +112,11 @@ BREAKS = {
         "result must have the dtype of x or be float32, and be (m, d_out)": {
             "result": "float16 3 4"
         },
+    },
+    "int8_product": {
+        "x must be float32, bfloat16 or float16, and (m, d_in)": {"x": "int8 3 5"},
+        "matrix must be int8, and (d_in, d_out)": {"matrix": "int8 6 4"},
+        "result must be float32, and (m, d_out)": {"result": "bfloat16 3 4"},
     },
     "grouped_product": {
         "form must be 0 (plain), 1 (transposed) or 2 (outer)": {"form": np.int64(3)},

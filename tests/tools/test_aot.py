@@ -13,12 +13,15 @@ from rich.table import Table
 from flax_attn import Mask
 from flax_attn.aot import gpu
 from flax_attn.bench.calls import MODEL_CALLS, ModelCall
+from flax_attn.device.kernels import ComparedKernel, kernel
+from flax_attn.plan.hlo import read
 from tools.aot import gpu as of_gpu
-from tools.aot import report, rows
+from tools.aot import models, report, rows
 from tools.aot.__main__ import main
+from tools.aot.assembler import Assembled
 from tools.aot.compiled import CompiledCost, collectives, compile_for
 from tools.aot.devices import AbsentDevices
-from tools.aot.kernels import ComparedKernel, kernel
+from tools.aot.launches import custom_calls, launches
 from tools.aot.rows import Row, grown, row
 
 pytestmark = pytest.mark.usefixtures("no_shape_checks")
@@ -279,3 +282,38 @@ def test_the_command_prints_a_table_for_each_device(monkeypatch, capsys):
     )
     main(["gpu", "--quick"])
     assert "gpu True" in capsys.readouterr().out
+
+
+def test_launches_of_a_loop_count_as_often_as_it_turns():
+    text = """
+%body (p: (s32[], f32[2])) -> (s32[], f32[2]) {
+  %p = (s32[], f32[2]) parameter(0)
+  %x = f32[2] get-tuple-element(%p), index=1
+  %y = f32[2] custom-call(%x), custom_call_target="__gpu$xla.gpu.triton"
+}
+%condition (p: (s32[], f32[2])) -> pred[] {
+  %q = (s32[], f32[2]) parameter(0)
+}
+ENTRY %main (p: f32[2]) -> f32[2] {
+  %a = f32[2] parameter(0)
+  %b = f32[2] copy-start(%a)
+  %c = f32[2] copy-done(%b)
+  %t = (s32[], f32[2]) tuple(%c)
+  %w = (s32[], f32[2]) while(%t), condition=%condition, body=%body, \
+backend_config={"known_trip_count":{"n":"5"}}
+}
+"""
+    program = read(text)
+    assert launches(program) == 6
+    assert custom_calls(program, "triton") == 5
+
+
+def test_the_table_of_models_has_a_column_for_each_chip():
+    kernel = Assembled("attention_forward", 168, 8, 40 * 1024, 64)
+    one = models.CompiledCall("a100", "small", 1, 4, MIB)
+    both = models.CompiledCall("a100", "small", 3, 9, 2 * MIB, (kernel,))
+    wrong = models.CompiledCall("h200", "small", reason="not today")
+    text = models.markdown([(one, both), (wrong, wrong)])
+    cell = "1 of 4, 3 of 9<br>1.0, 2.0<br>168<br>8<br>40<br>64"
+    assert text.splitlines()[0] == "| call | a100 | h200 |"
+    assert text.splitlines()[2] == f"| small | {cell} | not today |"

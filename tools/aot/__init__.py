@@ -1,5 +1,5 @@
 """Attention compiled for absent devices: memory, refusals and collectives. Nothing is run.
 
-`compiled` compiles one function, `kernels` says what is compiled, `rows` compiles calls with
+`compiled` compiles one function, `rows` compiles calls with
 several kernels, `report` shows them, and `tpu` and `gpu` say what is compiled for which devices.
 """

@@ -9,9 +9,9 @@ from itertools import groupby
 
 from rich.table import Table
 
+from flax_attn.device.kernels import kernel
 from tools.aot.compiled import CompiledCost
 from tools.aot.devices import AbsentDevices
-from tools.aot.kernels import kernel
 from tools.aot.rows import Row, rows
 
 LEGEND = (

@@ -12,9 +12,9 @@ import jax
 from jaxtyping import Array
 
 from flax_attn.bench.calls import ModelCall, with_gradients
+from flax_attn.device.kernels import ComparedKernel
 from tools.aot.compiled import CompiledCost, compile_for
 from tools.aot.devices import AbsentDevices
-from tools.aot.kernels import ComparedKernel
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from attn_spec.mask_checks import check_boolean, check_integers, read_array
+from attn_spec.mask_checks import check_integers, check_zeros_and_ones, read_array
 from torch_ref.functional.mask_part import Count
 from torch_ref.functional.shapes import ArrayLike
 
@@ -14,10 +14,26 @@ _LARGEST = 2**63 - 1
 
 
 def as_booleans(array: Any) -> Tensor:
-    """Return a boolean array, or raise `ValueError`."""
+    """Return a boolean array, also of one that is known to hold 0 and 1, or raise `ValueError`.
+
+    Example:
+        >>> as_booleans(torch.tensor([1.0, 0.0]))
+        tensor([ True, False])
+    """
     array = _array("mask", array)
-    check_boolean(array.dtype == torch.bool, array.dtype, "bool()")
+    if array.dtype != torch.bool:
+        check_zeros_and_ones(_is_zeros_and_ones(array), array.dtype, "bool()")
+        array = array.bool()
     return array
+
+
+def _is_zeros_and_ones(array: Tensor) -> bool | None:
+    ones = array == 1
+    try:
+        return bool((ones | (array == 0)).all() and ones.any())
+    # A tensor of the meta device, or under torch.func.vmap, has no values.
+    except RuntimeError:
+        return None
 
 
 @overload

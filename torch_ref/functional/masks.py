@@ -55,7 +55,6 @@ class Mask:
         """Query at position `p` sees the keys from `p - left` to `p + right`, both included."""
         check_window(left=left, right=right)
         # Integers of NumPy become those of Python.
-        # Integers of NumPy become those of Python.
         left = None if left is None else int(left)
         right = None if right is None else int(right)
         return Mask((Window(left, right, offset=as_integers("offset", offset)),))
@@ -89,7 +88,11 @@ class Mask:
     def lengths(
         *, query: Count | ArrayLike | None = None, key: Count | ArrayLike | None = None
     ) -> Mask:
-        """Hide padding: in row `b` the first `query[b]` queries and `key[b]` keys are real."""
+        """Hide padding: in row `b` the first `query[b]` queries and `key[b]` keys are real.
+
+        With `key` only, queries of padding still attend, and their output is not 0. In
+        self-attention of a layer pass `lengths=` to the layer, which hides both.
+        """
         counts = as_integers("query lengths", query), as_integers("key lengths", key)
         return Mask((Lengths(*counts),))
 
@@ -110,7 +113,10 @@ class Mask:
 
     @staticmethod
     def dense(array: ArrayLike) -> Mask:
-        """Any boolean array that broadcasts to `(b, n, t, s)`."""
+        """Any boolean array that broadcasts to `(b, n, t, s)`, True = attend.
+
+        One of numbers is taken where its values are known and are 0 and 1, with at least one 1.
+        """
         return Mask((Dense(as_booleans(array)),))
 
     # NumPy leaves `array & mask` to the mask.

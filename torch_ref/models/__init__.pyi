@@ -14,6 +14,7 @@ from .mixtral import Mixtral, MixtralConfig
 from .modernbert import ModernBert, ModernBertConfig, ModernBertMaskedLM
 from .olmo2 import Olmo2, Olmo2Config
 from .phi3 import Phi3, Phi3Config
+from .quantize import quantize
 from .qwen2 import Qwen2, Qwen2Config
 from .qwen3 import Qwen3, Qwen3Config
 from .qwen3moe import Qwen3Moe, Qwen3MoeConfig
@@ -75,4 +76,5 @@ __all__ = [
     "Whisper",
     "WhisperConfig",
     "generate",
+    "quantize",
 ]

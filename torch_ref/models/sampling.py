@@ -19,25 +19,30 @@ def keep_most_likely(logits: Float[Tensor, "b v"], sampling: Sampling) -> Float[
         tensor([[ 0.0000, -0.5108,    -inf]])
     """
     logits = logits.to(accumulation_dtype(logits.dtype))
-    # Subtracted below: only differences count, and those of the likely words stay exact.
+    # Only differences count, and those of the likely words stay exact.
     largest = logits.amax(dim=-1, keepdim=True)
+    finite = torch.where(largest.isfinite(), largest, 0)
     # Divided first, several could be infinite, and the most likely would be lost among them.
-    logits = logits - torch.where(largest.isfinite(), largest, 0)
-    logits = logits / sampling.temperature
+    logits = (logits - finite) / sampling.temperature
     if sampling.top_k is not None and sampling.top_k < logits.shape[-1]:
         largest = logits.topk(sampling.top_k).values
         logits = _from(logits, largest[:, -1:])
     if sampling.top_p is not None:
-        ordered = logits.sort(dim=-1, descending=True).values
-        chances = ordered.softmax(dim=-1)
-        # A word is kept where the more likely ones have less than `top_p` together.
-        before = chances.cumsum(dim=-1) - chances
-        inside = before < sampling.top_p
-        # The first always, as a `top_p` below the numbers of float32 is 0.
-        first = torch.arange(inside.shape[-1]) == 0
-        kept = torch.where(inside | first, ordered, torch.inf)
-        logits = _from(logits, kept.amin(dim=-1, keepdim=True))
+        logits = _from(logits, _least_inside(logits, sampling.top_p))
     return logits
+
+
+def _least_inside(logits: Tensor, top_p: float) -> Tensor:
+    """Return the least logit of each row whose more likely ones have a chance below `top_p`."""
+    ordered = logits.sort(dim=-1, descending=True).values
+    # The most likely first: what stands before a word has at least its chance.
+    chances = ordered.softmax(dim=-1)
+    before = chances.cumsum(dim=-1) - chances
+    inside = before < top_p
+    # The first always, as a `top_p` below the numbers of float32 is 0.
+    inside[:, 0] = True
+    kept = torch.where(inside, ordered, torch.inf)
+    return kept.amin(dim=-1, keepdim=True)
 
 
 def sample(
@@ -58,17 +63,23 @@ def sample(
     if sampling.greedy:
         return logits.argmax(dim=-1)
     kept = keep_most_likely(logits, sampling)
-    b, v = logits.shape
-    rows = torch.arange(b)[:, None]
-    words = torch.arange(v)[None]
-    # A number depends on the seed, the step, the row and the word alone, on both sides.
-    step = torch.as_tensor(step)
-    own = threefry_2x32((key[0], key[1]), (step, rows))
-    bits, _ = threefry_2x32(own, (words, torch.tensor(0)))
+    bits = _bits(logits.shape, key, step) >> 8
     # Half a step from 0 and from 1, whose logarithms are no numbers.
-    uniform = ((bits >> 8).to(kept.dtype) + 0.5) / 2**24
+    uniform = (bits.to(kept.dtype) + 0.5) / 2**24
     gumbel = -torch.log(-torch.log(uniform))
     return (kept + gumbel).argmax(dim=-1)
+
+
+def _bits(shape: tuple[int, ...], key: Tensor, step: Tensor | int) -> Tensor:
+    """Return random bits that depend on the key, the step, the row and the word alone."""
+    b, v = shape
+    rows = torch.arange(b)
+    words = torch.arange(v)
+    step = torch.as_tensor(step)
+    # Each row has a key of its own, so that a row does not depend on the others.
+    own = threefry_2x32((key[0], key[1]), (step, rows[:, None]))
+    bits, _ = threefry_2x32(own, (words[None], torch.tensor(0)))
+    return bits
 
 
 def _from(logits: Tensor, least: Tensor) -> Tensor:

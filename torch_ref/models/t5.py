@@ -21,6 +21,11 @@ from torch_ref.modules.multi_head import MultiHeadAttention
 from torch_ref.modules.norm import RMSNorm
 
 
+def _head_options(config: T5Config) -> dict[str, Any]:
+    # Scores have no factor: the queries are drawn with it.
+    return {"head_dim": config.head_dim, "out_bias": False, "scores": Scores(scale=1.0)}
+
+
 class T5(EncoderDecoder[T5Config]):
     """T5: relative positions in buckets, RMS norms before the layers, no biases.
 
@@ -57,29 +62,20 @@ class T5(EncoderDecoder[T5Config]):
     def decoder_block(self, layer: int, backend: str) -> CrossBlock:
         """Return a block of the decoder."""
         config = self.config
-        sizes = config.d_model, config.d_model, config.dropout, config.num_heads
-        options = {
-            "head_dim": config.head_dim,
-            "out_bias": False,
-            "scores": Scores(scale=1.0),
-            "backend": backend,
-        }
-        attention, cross = self.attention(backend=backend), CrossAttention(*sizes, **options)
-        norms = (self.norm() for _ in range(3))
-        return CrossBlock(attention, cross, self.feed_forward(), *norms, drop_shortcut=self.drop())
+        attention = self.attention(backend=backend)
+        d = config.d_model
+        options = {**_head_options(config), "backend": backend}
+        cross = CrossAttention(d, d, config.dropout, config.num_heads, **options)
+        norms = [self.norm() for _ in range(3)]
+        feed_forward = self.feed_forward()
+        return CrossBlock(attention, cross, feed_forward, *norms, drop_shortcut=self.drop())
 
     def attention(self, **options: Any) -> MultiHeadAttention:
         """Return the self-attention of a layer: its scores are not scaled."""
         config = self.config
-        sizes = (
-            config.d_model,
-            config.d_model,
-            config.context_length,
-            config.dropout,
-            config.num_heads,
-        )
-        own = {"head_dim": config.head_dim, "out_bias": False, "scores": Scores(scale=1.0)}
-        return MultiHeadAttention(*sizes, **own, **options)
+        d = config.d_model
+        sizes = d, d, config.context_length, config.dropout, config.num_heads
+        return MultiHeadAttention(*sizes, **_head_options(config), **options)
 
     def feed_forward(self, **options: Any) -> FeedForward | GatedFeedForward:
         """Return the feed-forward part of a layer, without biases."""

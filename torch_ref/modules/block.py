@@ -37,7 +37,7 @@ class TransformerBlock(TypedModule):
     Example:
         >>> import torch
         >>> from torch_ref import FeedForward, LayerNorm, MultiHeadAttention
-        >>> att = MultiHeadAttention(6, 6, context_length=5, dropout=0.0, num_heads=2)
+        >>> att = MultiHeadAttention(6, 6, num_heads=2)
         >>> block = TransformerBlock(att, FeedForward(6), LayerNorm(6), LayerNorm(6))
         >>> block(torch.ones((4, 5, 6))).shape
         torch.Size([4, 5, 6])

@@ -29,7 +29,7 @@ class CausalAttention(SelfAttention):
 
     Example:
         >>> import torch
-        >>> layer = CausalAttention(3, 2, context_length=6, dropout=0.0)
+        >>> layer = CausalAttention(3, 2)
         >>> layer(torch.ones((4, 6, 3))).shape
         torch.Size([4, 6, 2])
     """
@@ -38,8 +38,8 @@ class CausalAttention(SelfAttention):
         self,
         d_in: int,
         d_out: int,
-        context_length: int | None,
-        dropout: float,
+        context_length: int | None = None,
+        dropout: float = 0.0,
         qkv_bias: bool = False,
         *,
         d_key: int | None = None,

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from attn_spec.cache_checks import check_cache_window
 from attn_spec.checks import check_positive, check_tokens, check_type
-from attn_spec.module_checks import check_heads
+from attn_spec.module_checks import check_heads, given_heads
 from attn_spec.scores import Scores
 from torch_ref.attention import check_backend, dot_product_attention
 from torch_ref.functional.cache import KVCache
@@ -30,7 +30,7 @@ class CrossAttention(TypedModule):
         without b.
 
     Example:
-        >>> layer = CrossAttention(6, 4, 0.0, 2)
+        >>> layer = CrossAttention(6, 4, num_heads=2)
         >>> kept = layer.keep(torch.ones((3, 7, 4)), lengths=torch.tensor([7, 2, 5]))
         >>> layer(torch.ones((3, 5, 6)), kept).shape
         torch.Size([3, 5, 6])
@@ -40,8 +40,8 @@ class CrossAttention(TypedModule):
         self,
         d_in: int,
         kdim: int,
-        dropout: float,
-        num_heads: int,
+        dropout: float = 0.0,
+        num_heads: int | None = None,
         qkv_bias: bool = False,
         *,
         key_bias: bool = False,
@@ -51,6 +51,7 @@ class CrossAttention(TypedModule):
         backend: str = "auto",
     ):
         super().__init__()
+        num_heads = given_heads(type(self).__name__, num_heads)
         check_heads(d_in, num_heads, num_heads, head_dim)
         check_positive(kdim=kdim)
         check_backend(backend)

@@ -40,8 +40,9 @@ class CrossBlock(TypedModule):
 
     Example:
         >>> from torch_ref import FeedForward, LayerNorm, MultiHeadAttention
-        >>> att = MultiHeadAttention(6, 6, context_length=5, dropout=0.0, num_heads=2)
-        >>> cross, norms = CrossAttention(6, 4, 0.0, 2), [LayerNorm(6) for _ in range(3)]
+        >>> att = MultiHeadAttention(6, 6, num_heads=2)
+        >>> cross = CrossAttention(6, 4, num_heads=2)
+        >>> norms = [LayerNorm(6) for _ in range(3)]
         >>> block = CrossBlock(att, cross, FeedForward(6), *norms)
         >>> block(torch.ones((4, 5, 6)), cross.keep(torch.ones((4, 7, 4)))).shape
         torch.Size([4, 5, 6])

@@ -141,8 +141,9 @@ class DeltaAttention(Attention):
         `capacity`. `dtype` is that of the inputs of the convolutions; None is that of the key
         projection.
         """
-        weight = self.W_key.weight
-        numerics = {"dtype": weight.dtype if dtype is None else dtype, "device": weight.device}
+        own = self.W_key.result_dtype
+        device = self.W_key.weight.device
+        numerics = {"dtype": own if dtype is None else dtype, "device": device}
         return DeltaCache.zeros(b, **self._cached, **numerics)
 
     @property

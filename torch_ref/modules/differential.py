@@ -8,6 +8,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from attn_spec.checks import check_positive
+from attn_spec.module_checks import given_heads
 from torch_ref.functional.dtypes import accumulation_dtype
 from torch_ref.functional.positions import RoPE
 from torch_ref.modules.multi_head import MultiHeadAttention
@@ -33,9 +34,7 @@ class DifferentialAttention(MultiHeadAttention):
         without b.
 
     Example:
-        >>> layer = DifferentialAttention(
-        ...     6, 8, context_length=5, dropout=0.0, num_heads=4, num_kv_heads=2
-        ... )
+        >>> layer = DifferentialAttention(6, 8, num_heads=4, num_kv_heads=2)
         >>> layer(torch.ones((3, 5, 6))).shape
         torch.Size([3, 5, 8])
     """
@@ -44,9 +43,9 @@ class DifferentialAttention(MultiHeadAttention):
         self,
         d_in: int,
         d_out: int,
-        context_length: int | None,
-        dropout: float,
-        num_heads: int,
+        context_length: int | None = None,
+        dropout: float = 0.0,
+        num_heads: int | None = None,
         qkv_bias: bool = False,
         *,
         num_kv_heads: int | None = None,
@@ -58,6 +57,7 @@ class DifferentialAttention(MultiHeadAttention):
         eps: float = 1e-5,
         backend: str = "auto",
     ):
+        num_heads = given_heads(type(self).__name__, num_heads)
         # Before the parts are built, which would name another argument.
         _check_pairs(num_heads if num_kv_heads is None else num_kv_heads)
         super().__init__(

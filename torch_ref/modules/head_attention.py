@@ -20,6 +20,7 @@ from torch_ref.modules.calls import Attention, Bias
 from torch_ref.modules.dropout import Dropout
 from torch_ref.modules.heads import gate_heads
 from torch_ref.modules.linear import Linear
+from torch_ref.modules.quantized_linear import QuantizedLinear
 
 
 class HeadAttention(Attention):
@@ -30,7 +31,7 @@ class HeadAttention(Attention):
 
     Example:
         >>> from torch_ref import MultiHeadAttention
-        >>> layer = MultiHeadAttention(6, 8, context_length=5, dropout=0.0, num_heads=4)
+        >>> layer = MultiHeadAttention(6, 8, num_heads=4)
         >>> layer.num_heads, layer.head_dim, layer.causal
         (4, 2, True)
     """
@@ -122,13 +123,17 @@ class HeadAttention(Attention):
         return (own if self.causal else Mask()) & as_mask(mask).sized(None, self.num_heads)
 
     def _empty(
-        self, b: int | None, capacity: int, dtype: torch.dtype | None, layer: Linear
+        self,
+        b: int | None,
+        capacity: int,
+        dtype: torch.dtype | None,
+        layer: Linear | QuantizedLinear,
     ) -> KVCache:
         """Return an empty cache for these heads, by default in the dtype of a projection."""
         if self.window is None:
             check_capacity(capacity, self.context_length)
         *sizes, value_dim = self._cached
         if dtype is None:
-            dtype = layer.weight.dtype
+            dtype = layer.result_dtype
         options = {"value_dim": value_dim, "window": self.window, "dtype": dtype}
         return KVCache.zeros(b, capacity, *sizes, **options, device=layer.weight.device)

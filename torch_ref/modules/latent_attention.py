@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from attn_spec.attention_checks import check_causal_window
 from attn_spec.checks import check_choice, check_context_length, check_positive, check_type
 from attn_spec.latent_checks import check_latent_norm
+from attn_spec.module_checks import given_heads
+from attn_spec.other_libraries import OF_LAYERS, names_remedies
 from attn_spec.scores import Scores
 from torch_ref.attention import check_backend
 from torch_ref.functional.cache import KVCache
@@ -57,7 +59,7 @@ class MultiHeadLatentAttention(HeadAttention):
 
     Example:
         >>> layer = MultiHeadLatentAttention(
-        ...     6, 6, context_length=8, dropout=0.0, num_heads=4, kv_lora_rank=3,
+        ...     6, 6, num_heads=4, kv_lora_rank=3,
         ...     qk_nope_head_dim=4, qk_rope_head_dim=2, v_head_dim=5,
         ...     rope=RoPE(interleaved=True)
         ... )
@@ -70,9 +72,9 @@ class MultiHeadLatentAttention(HeadAttention):
         self,
         d_in: int,
         d_out: int,
-        context_length: int | None,
-        dropout: float,
-        num_heads: int,
+        context_length: int | None = None,
+        dropout: float = 0.0,
+        num_heads: int | None = None,
         qkv_bias: bool = False,
         *,
         kv_lora_rank: int,
@@ -91,6 +93,7 @@ class MultiHeadLatentAttention(HeadAttention):
         backend: str = "auto",
     ):
         super().__init__()
+        num_heads = given_heads(type(self).__name__, num_heads)
         widths = {
             "qk_nope_head_dim": qk_nope_head_dim,
             "qk_rope_head_dim": qk_rope_head_dim,
@@ -129,6 +132,7 @@ class MultiHeadLatentAttention(HeadAttention):
         self.sinks = nn.Parameter(torch.zeros(num_heads)) if scores.sinks else None
         self.dropout = Dropout(dropout)
 
+    @names_remedies(OF_LAYERS)
     def attend(
         self,
         query: Float[Tensor, "*b t d_in"],

@@ -1,5 +1,6 @@
 """The linear layer that every projection is made of."""
 
+import torch
 from torch import nn
 
 from attn_spec.checks import check_positive
@@ -25,3 +26,8 @@ class Linear(TypedModule, nn.Linear):
         # torch itself takes a width of 0, and warns that there is nothing to draw.
         check_positive(d_in=d_in, d_out=d_out)
         super().__init__(d_in, d_out, bias)
+
+    @property
+    def result_dtype(self) -> torch.dtype:
+        """The dtype of the output for an input in the dtype of the parameters."""
+        return self.weight.dtype

@@ -13,7 +13,8 @@ from attn_spec.checks import (
     check_tokens,
     check_type,
 )
-from attn_spec.module_checks import check_head_norm, check_heads
+from attn_spec.module_checks import check_head_norm, check_heads, given_heads
+from attn_spec.other_libraries import OF_CONSTRUCTORS, OF_LAYERS, names_remedies
 from attn_spec.scores import Scores
 from torch_ref.attention import check_backend
 from torch_ref.functional.cache import KVCache
@@ -52,21 +53,20 @@ class MultiHeadAttention(HeadAttention):
             the cache is full.
 
     Example:
-        >>> layer = MultiHeadAttention(
-        ...     6, 8, context_length=5, dropout=0.0, num_heads=4, num_kv_heads=2
-        ... )
+        >>> layer = MultiHeadAttention(6, 8, num_heads=4, num_kv_heads=2)
         >>> attended = layer.attend(torch.ones((3, 5, 6)), return_weights=True)
         >>> attended.output.shape, attended.weights.shape
         (torch.Size([3, 5, 8]), torch.Size([3, 4, 5, 5]))
     """
 
+    @names_remedies(OF_CONSTRUCTORS)
     def __init__(
         self,
         d_in: int,
         d_out: int,
-        context_length: int | None,
-        dropout: float,
-        num_heads: int,
+        context_length: int | None = None,
+        dropout: float = 0.0,
+        num_heads: int | None = None,
         qkv_bias: bool = False,
         *,
         num_kv_heads: int | None = None,
@@ -84,6 +84,7 @@ class MultiHeadAttention(HeadAttention):
         backend: str = "auto",
     ):
         super().__init__()
+        num_heads = given_heads(type(self).__name__, num_heads)
         # Defaults first: the checks name the values that are used.
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         kdim, vdim = d_in if kdim is None else kdim, d_in if vdim is None else vdim
@@ -124,6 +125,7 @@ class MultiHeadAttention(HeadAttention):
         state_dict.pop(f"{prefix}mask", None)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
+    @names_remedies(OF_LAYERS)
     def attend(
         self,
         query: Float[Tensor, "*b t d_in"],
@@ -154,6 +156,9 @@ class MultiHeadAttention(HeadAttention):
                 tokens. They hide nothing: causality follows the order, and packed sequences are
                 kept apart by the mask.
             lengths: number of real tokens in each row, `(b,)`; the rest is padding. None is all.
+                Take it for sequences that are padded at the end: the heads return 0 for padding.
+                `mask=Mask.lengths(key=lengths)` hides the same keys, but lets the tokens of
+                padding attend; take it where the key is another sequence.
             cache: keys and values of the tokens before, from `init_cache`; the new ones are stored
                 behind them.
             return_weights: whether to return the weights too; the output is the same, bit for bit.
@@ -170,6 +175,7 @@ class MultiHeadAttention(HeadAttention):
         }
         return self._run(query, key, value, cache=cache, return_weights=return_weights, **options)
 
+    @names_remedies(OF_LAYERS)
     def forward(
         self,
         query: Float[Tensor, "*b t d_in"],

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from attn_spec.checks import check_positive
+from attn_spec.module_checks import given_heads
 from torch_ref.functional.cache_base import Cache
 from torch_ref.functional.dropout import fold_in
 from torch_ref.functional.masks import Mask
@@ -25,7 +26,7 @@ class MultiHeadAttentionWrapper(TypedModule):
         `(n, t, t)` or `(b, n, t, t)`.
 
     Example:
-        >>> layer = MultiHeadAttentionWrapper(3, 2, context_length=6, dropout=0.0, num_heads=4)
+        >>> layer = MultiHeadAttentionWrapper(3, 2, num_heads=4)
         >>> layer(torch.ones((5, 6, 3))).shape
         torch.Size([5, 6, 8])
     """
@@ -34,14 +35,15 @@ class MultiHeadAttentionWrapper(TypedModule):
         self,
         d_in: int,
         d_out: int,
-        context_length: int | None,
-        dropout: float,
-        num_heads: int,
+        context_length: int | None = None,
+        dropout: float = 0.0,
+        num_heads: int | None = None,
         qkv_bias: bool = False,
         *,
         backend: str = "auto",
     ):
         super().__init__()
+        num_heads = given_heads(type(self).__name__, num_heads)
         check_positive(num_heads=num_heads)
         # Each draws its own parameters, one head after the other, as the book does.
         self.heads = nn.ModuleList(

@@ -1,4 +1,4 @@
-"""The sizes of tiles, by platform, width of a head and dtype.
+"""The table of tiles: their sizes by platform, width of a head and dtype.
 
 They do not depend on the numbers of tokens, heads or rows: the order of the sums of a row is that
 of its keys alone.
@@ -6,20 +6,78 @@ of its keys alone.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import NamedTuple
+
 from flax_attn.backends.call import Call
 from flax_attn.backends.fused.kernel import Tiling
+from flax_attn.backends.platform import compute_capability
+
+
+class TileRow(NamedTuple):
+    """A row of the table, for calls that are no wider than it says.
+
+    Args:
+        platform: `"gpu"` or `"tpu"`.
+        itemsize: bytes of a number of the call, at most.
+        width: width of a query or value, whichever is wider, at most.
+        forward: sizes of the tiles forward.
+        backward: sizes of the tiles backward.
+        capability: compute capability of a GPU, at least.
+    """
+
+    platform: str
+    itemsize: int
+    width: int
+    forward: Tiling
+    backward: Tiling
+    capability: float = 0.0
+
+
+# The first row that a call fits is taken. None was measured on a device: `flax-attn device-check`
+# writes rows for the device at hand. On GPUs these compile with few spills or none; from Hopper on
+# tensor cores take 64 queries at least.
+TABLE = (
+    TileRow("tpu", 4, 256, Tiling(256, 512), Tiling(256, 256)),
+    TileRow("gpu", 2, 64, Tiling(64, 64, warps=4), Tiling(64, 64, warps=8, stages=1)),
+    TileRow("gpu", 2, 128, Tiling(64, 64, warps=4), Tiling(64, 64, warps=8, stages=1), 9.0),
+    TileRow("gpu", 2, 128, Tiling(128, 32, warps=8), Tiling(32, 64, warps=8, stages=1)),
+    TileRow("gpu", 2, 256, Tiling(64, 32, stages=1), Tiling(32, 32, stages=1), 9.0),
+    TileRow("gpu", 2, 256, Tiling(32, 32, stages=1), Tiling(32, 32, stages=1)),
+    TileRow("gpu", 4, 256, Tiling(32, 32), Tiling(32, 32, stages=1)),
+)
+
+_TRIED: ContextVar[TileRow | None] = ContextVar("tried", default=None)
+
+
+@contextmanager
+def tried(row: TileRow) -> Iterator[None]:
+    """Take one row in place of the table.
+
+    Example:
+        >>> row = TileRow("tpu", 4, 256, Tiling(128, 128), Tiling(128, 128))
+        >>> with tried(row):
+        ...     pass
+    """
+    token = _TRIED.set(row)
+    try:
+        yield
+    finally:
+        _TRIED.reset(token)
+
+
+def row_of(call: Call) -> TileRow:
+    """Return the row of the table for a call."""
+    itemsize = call.query.dtype.itemsize
+    width = max(call.query.shape[3], call.value.shape[3])
+    capability = compute_capability() if call.platform == "gpu" else 0.0
+    own = (row for row in TABLE if row.platform == call.platform and row.capability <= capability)
+    return next(row for row in own if itemsize <= row.itemsize and width <= row.width)
 
 
 def tilings(call: Call) -> tuple[Tiling, Tiling]:
     """Return the sizes of tiles forward and backward."""
-    if call.platform == "tpu":
-        return Tiling(256, 512), Tiling(256, 256)
-    wide = max(call.query.shape[3], call.value.shape[3])
-    double = call.query.dtype.itemsize == 4
-    if wide > 128:
-        forward, backward = Tiling(64, 32, warps=8), Tiling(32, 32, warps=8, stages=1)
-    else:
-        forward, backward = Tiling(64, 64, warps=4), Tiling(64, 64, warps=8, stages=1)
-    if double:
-        forward, backward = Tiling(32, 32, warps=4), Tiling(32, 32, warps=4, stages=1)
-    return forward, backward
+    row = _TRIED.get() or row_of(call)
+    return row.forward, row.backward

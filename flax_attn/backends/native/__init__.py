@@ -9,9 +9,9 @@ from jaxtyping import Array
 from flax_attn.backends.backend import Backend
 from flax_attn.backends.call import Call
 from flax_attn.backends.native.kernel import FEW, forward
-from flax_attn.backends.platform import may_be_partitioned
+from flax_attn.backends.platform import may_be_partitioned, varying
 from flax_attn.functional.mask_part import IntervalPart
-from flax_attn.functional.mask_parts import Segments
+from flax_attn.functional.mask_parts import Dense, Segments
 from flax_attn.native import DTYPES, MISSING, library
 
 
@@ -23,38 +23,39 @@ class Native(Backend):
     dtypes = DTYPES
     honours = ("soft_cap", "sinks", "precision")
     few = FEW
+    typed = True
     nonfinite = "in its kernel"
-    structure = "causal, windows, lengths, prefix, segments: hidden blocks are skipped"
-    limits = "masks that are dense or functions, a precision that is an algorithm"
+    structure = "causal, windows, lengths, prefix, segments, arrays: hidden blocks are skipped"
+    limits = "masks that are functions, a precision that is an algorithm"
 
     def preferred(self, call: Call) -> bool:
-        # XLA cannot divide the gradient of a call that it cannot look into, nor type it by how it
-        # varies over devices.
-        typed = bool(getattr(jax.typeof(call.query), "vma", ()))
-        return jax.sharding.get_abstract_mesh().empty or not (typed or may_be_partitioned())
+        # XLA cannot divide the gradient of a call that it cannot look into.
+        return jax.sharding.get_abstract_mesh().empty or not may_be_partitioned()
 
     def refuse(self, call: Call) -> str | None:
-        rest = [part for part in call.mask.parts if not isinstance(part, IntervalPart)]
+        rest = [part for part in call.mask.parts if not isinstance(part, IntervalPart | Dense)]
         segments = [part for part in rest if isinstance(part, Segments)]
-        hint = 'Pass backend="auto" or "blocked"'
         if library() is None:
             return MISSING
         if len(rest) > 1 or len(segments) < len(rest):
             found = " & ".join(
                 type(part).__name__ for part in rest
             )  # not their arrays, which would be waited for
-            takes = "causal masks, windows, lengths, prefixes and one pair of segments"
-            return f"native takes {takes}; got {found}. {hint}"
+            takes = "causal masks, windows, lengths, prefixes, arrays and one pair of segments"
+            return f"native takes {takes}; got {found}"
         if any(ids.dtype.itemsize > 4 for part in segments for ids in (part.query, part.key)):
             return "native compares segment ids of up to 32 bits; got 64. Cast them to int32"
         if not isinstance(call.precision, None | str | jax.lax.Precision):
-            return f"native computes in float32 alone; got precision={call.precision}. {hint}"
+            return f"native computes in float32 alone; got precision={call.precision}"
         return None
 
     def attend(self, call: Call) -> Array:
         """Return `(b, t, n, v)`; differentiable in every mode and to every order."""
         if 0 in call.shape:
             return jnp.zeros((*call.query.shape[:3], call.value.shape[3]), call.query.dtype)
+        # So that gradients of what is the same on all devices are summed over them.
+        axes = varying(call)
+        call = jax.tree.map(lambda x: _varied(x, axes), call)
         return forward(False, call).output
 
     def memory(self, call: Call) -> int:
@@ -62,6 +63,11 @@ class Native(Backend):
         (b, n, t, s), widths = call.shape, call.key.shape[3] + call.value.shape[3]
         copies = b * call.key.shape[2] * s * widths if t > FEW else 0
         return 4 * (copies + 2 * b * n * t)
+
+
+def _varied(x: Array, axes: frozenset[str]) -> Array:
+    missing = tuple(sorted(axes - varying(x)))
+    return jax.lax.pcast(x, missing, to="varying") if missing else x
 
 
 BACKEND = Native()

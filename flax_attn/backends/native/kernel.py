@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -24,8 +24,10 @@ from jax.interpreters import ad
 from jaxtyping import Array
 
 from flax_attn.backends.call import Call, Floats
+from flax_attn.backends.platform import may_be_partitioned
 from flax_attn.backends.reference import with_weights
-from flax_attn.functional.mask_parts import Segments
+from flax_attn.functional.mask_part import of_rank_4
+from flax_attn.functional.mask_parts import Dense, Segments
 from flax_attn.functional.reference import capped_scores
 from flax_attn.native import target
 from flax_attn.native.primitive import batch_by_broadcasting, primitive
@@ -149,12 +151,16 @@ def _operands(call: Call) -> list[Array]:
     """Return the arrays of a call in the order of the kernels, each with the batch as an axis.
 
     They are query, key, value, sinks, the first key that each query may see and the one after the
-    last, and the segments of queries and keys; none are of size 0.
+    last, the segments of queries and keys, and a dense mask; none are of size 0.
     """
     b, _, t, s = call.shape
     sinks = jnp.zeros(0, jnp.float32) if call.sinks is None else _bounded(call.sinks)
     (start, stop), rest = call.mask.split_intervals(t, s)
     segments = [jnp.zeros((b, 0), jnp.int32)] * 2
+    dense = jnp.zeros((b, 0, 0, 0), bool)
+    arrays = [of_rank_4(part.array) for part in rest.parts if isinstance(part, Dense)]
+    if arrays:
+        dense = _whole_rows(reduce(jnp.logical_and, arrays), b, s)
     for part in rest.parts:
         if isinstance(part, Segments):
             segments = [part.query, part.key]
@@ -164,7 +170,13 @@ def _operands(call: Call) -> list[Array]:
     key, value = call.key, call.value
     if _heads_first(call):
         key, value = (rearrange(x, "b s k h -> b k s h") for x in (key, value))
-    return [call.query, key, value, jnp.broadcast_to(sinks, (b, *sinks.shape)), *integers]
+    return [call.query, key, value, jnp.broadcast_to(sinks, (b, *sinks.shape)), *integers, dense]
+
+
+def _whole_rows(array: Array, b: int, s: int) -> Array:
+    """Return a dense mask with all keys, and the rows of the batch that XLA may divide."""
+    rows = b if may_be_partitioned() else array.shape[0]
+    return jnp.broadcast_to(array, (rows, *array.shape[1:3], s))
 
 
 def _bounded(sinks: Array) -> Array:

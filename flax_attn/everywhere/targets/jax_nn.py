@@ -45,7 +45,7 @@ def dot_product_attention(
         b = query.shape[0] if query.ndim == 4 else 1
         lengths = {"query": query_seq_lengths, "key": key_value_seq_lengths}
         lengths = {name: _lengths(x, b) for name, x in lengths.items() if x is not None}
-        hidden = Mask() if mask is None else Mask.dense(jnp.asarray(mask))
+        hidden = Mask() if mask is None else Mask.dense(_boolean(mask))
         if is_causal:
             hidden = hidden & Mask.causal(0)
         if local_window_size is not None:
@@ -68,6 +68,14 @@ def dot_product_attention(
     # Padding is zero, where a row that sees no key is a mean.
     real = jnp.arange(query.shape[-3], dtype=jnp.int32)[None] < lengths["query"][:, None]
     return jnp.where(real.reshape(*output.shape[:-2], 1, 1), output, 0)
+
+
+def _boolean(mask: Any) -> Array:
+    mask = jnp.asarray(mask)
+    # A mask of 0 and 1 is one of ours, and none of `jax.nn`.
+    if mask.dtype != bool:
+        raise ValueError(f"mask must be boolean; got dtype {mask.dtype}")
+    return mask
 
 
 def _lengths(lengths: Any, b: int) -> Array:

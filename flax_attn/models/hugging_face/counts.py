@@ -39,7 +39,8 @@ def check_counts(config: Any, family: Family, names: Collection[str], weights: P
         missing = [number for number in range(wanted) if number not in numbers]
         # Experts may be stored in one weight, whose shape has their number.
         if missing and (numbers or field != "num_experts"):
-            first, more = ", ".join(map(str, missing[:3])), " and more" if len(missing) > 3 else ""
+            first = ", ".join(map(str, missing[:3]))
+            more = " and more" if len(missing) > 3 else ""
             raise ConversionError(
                 f"{weights} must hold the {wanted} parts that config.json asks for by {field}, "
                 f"counted from 0; got none of the numbers {first}{more}. "
@@ -53,10 +54,12 @@ def _patterns(family: Family) -> dict[str, re.Pattern[str]]:
     for layout in (family.layout, *family.others):
         for field, before in _numbered(layout, family.base):
             found.setdefault(field, set()).add(re.escape(before))
-    return {
-        field: re.compile(rf"(?:^|\.)(?:{'|'.join(sorted(parts))})(\d{{1,9}})(?=\.)")
-        for field, parts in found.items()
-    }
+    patterns = {}
+    for field, parts in found.items():
+        before = "|".join(sorted(parts))
+        # A name may have any prefix; a number longer than nine digits counts no layer.
+        patterns[field] = re.compile(rf"(?:^|\.)(?:{before})(\d{{1,9}})(?=\.)")
+    return patterns
 
 
 def _numbered(layout: Layout, base: str) -> Iterable[tuple[str, str]]:

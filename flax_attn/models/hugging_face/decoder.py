@@ -5,6 +5,16 @@ from collections.abc import Mapping
 from flax_attn.convert.rules import Layout, Rule
 from flax_attn.models.hugging_face.family import embeddings, linears, norms
 
+_LINEARS = {
+    "att.W_query": "self_attn.q_proj",
+    "att.W_key": "self_attn.k_proj",
+    "att.W_value": "self_attn.v_proj",
+    "att.out_proj": "self_attn.o_proj",
+    "ff.W_gate": "mlp.gate_proj",
+    "ff.W_up": "mlp.up_proj",
+    "ff.W_down": "mlp.down_proj",
+}
+_HEAD_NORMS = {"att.q_norm": "self_attn.q_norm", "att.k_norm": "self_attn.k_norm"}
 _PRE_NORMS = {"norm1": "input_layernorm", "norm2": "post_attention_layernorm"}
 _NORMS = {
     "norm1": "input_layernorm",
@@ -25,32 +35,14 @@ def decoder_layout(*first: Rule, block_norms: Mapping[str, str] = _PRE_NORMS) ->
         >>> [rule.theirs for rule in decoder_layout().rules][:2]
         ['model.embed_tokens.weight', 'model.layers.{i}.self_attn.q_proj.weight']
     """
-    block, layer = "trf_blocks.{i}", "model.layers.{i}"
+    prefixes = "trf_blocks.{i}.", "model.layers.{i}."
     return Layout(
         (
             *first,
             *embeddings({"tok_emb": "model.embed_tokens"}),
-            *linears(
-                {
-                    f"{block}.att.W_query": f"{layer}.self_attn.q_proj",
-                    f"{block}.att.W_key": f"{layer}.self_attn.k_proj",
-                    f"{block}.att.W_value": f"{layer}.self_attn.v_proj",
-                    f"{block}.att.out_proj": f"{layer}.self_attn.o_proj",
-                    f"{block}.ff.W_gate": f"{layer}.mlp.gate_proj",
-                    f"{block}.ff.W_up": f"{layer}.mlp.up_proj",
-                    f"{block}.ff.W_down": f"{layer}.mlp.down_proj",
-                    "out_head": "lm_head",
-                }
-            ),
-            *norms(
-                {
-                    f"{block}.att.{name}": f"{layer}.self_attn.{name}"
-                    for name in ("q_norm", "k_norm")
-                }
-            ),
-            *norms(
-                {f"{block}.{ours}": f"{layer}.{theirs}" for ours, theirs in block_norms.items()}
-            ),
+            *linears(_LINEARS, *prefixes),
+            *linears({"out_head": "lm_head"}),
+            *norms({**_HEAD_NORMS, **block_norms}, *prefixes),
             *norms({"final_norm": "model.norm"}),
         ),
         # The frequencies of RoPE are no parameters, and a tied head may be stored a second time.
@@ -59,6 +51,5 @@ def decoder_layout(*first: Rule, block_norms: Mapping[str, str] = _PRE_NORMS) ->
 
 
 DECODER_LAYOUT = decoder_layout()
-POST_NORM_LAYOUT = decoder_layout(
-    block_norms=_NORMS
-)  # with norms of what attention and feed-forward layer return
+# With norms of what attention and the feed-forward layer return.
+POST_NORM_LAYOUT = decoder_layout(block_norms=_NORMS)

@@ -54,8 +54,10 @@ class Family:
     )
 
 
-def linears(names: Mapping[str, str], pattern: str = "i o -> o i") -> tuple[Rule, ...]:
-    """Return the rules of linear layers, theirs by ours.
+def linears(
+    names: Mapping[str, str], ours: str = "", theirs: str = "", *, pattern: str = "i o -> o i"
+) -> tuple[Rule, ...]:
+    """Return the rules of linear layers, theirs by ours, all behind a prefix on each side.
 
     `pattern` takes our kernel to their weight.
 
@@ -63,34 +65,35 @@ def linears(names: Mapping[str, str], pattern: str = "i o -> o i") -> tuple[Rule
         >>> [rule.theirs for rule in linears({"out_head": "lm_head"})]
         ['lm_head.weight', 'lm_head.bias']
     """
-    kernels = (
-        Rule((f"{ours}.kernel",), f"{theirs}.weight", pattern) for ours, theirs in names.items()
-    )
-    return (
-        *kernels,
-        *(Rule((f"{ours}.bias",), f"{theirs}.bias") for ours, theirs in names.items()),
-    )
+    names = {ours + own: theirs + other for own, other in names.items()}
+    return *_rules(names, "kernel", "weight", pattern), *_rules(names, "bias", "bias")
 
 
-def norms(names: Mapping[str, str]) -> tuple[Rule, ...]:
-    """Return the rules of norms, theirs by ours.
+def norms(names: Mapping[str, str], ours: str = "", theirs: str = "") -> tuple[Rule, ...]:
+    """Return the rules of norms, theirs by ours, all behind a prefix on each side.
 
     Example:
         >>> [rule.theirs for rule in norms({"final_norm": "model.norm"})]
         ['model.norm.weight', 'model.norm.bias']
     """
-    scales = (Rule((f"{ours}.scale",), f"{theirs}.weight") for ours, theirs in names.items())
-    return (
-        *scales,
-        *(Rule((f"{ours}.shift",), f"{theirs}.bias") for ours, theirs in names.items()),
-    )
+    names = {ours + own: theirs + other for own, other in names.items()}
+    return *_rules(names, "scale", "weight"), *_rules(names, "shift", "bias")
 
 
-def embeddings(names: Mapping[str, str]) -> tuple[Rule, ...]:
-    """Return the rules of embeddings, theirs by ours.
+def embeddings(names: Mapping[str, str], ours: str = "", theirs: str = "") -> tuple[Rule, ...]:
+    """Return the rules of embeddings, theirs by ours, all behind a prefix on each side.
 
     Example:
         >>> [rule.theirs for rule in embeddings({"tok_emb": "model.embed_tokens"})]
         ['model.embed_tokens.weight']
     """
-    return tuple(Rule((f"{ours}.embedding",), f"{theirs}.weight") for ours, theirs in names.items())
+    names = {ours + own: theirs + other for own, other in names.items()}
+    return _rules(names, "embedding", "weight")
+
+
+def _rules(
+    names: Mapping[str, str], own_part: str, their_part: str, pattern: str = ""
+) -> tuple[Rule, ...]:
+    """Return a rule for one parameter of each layer."""
+    pairs = names.items()
+    return tuple(Rule((f"{a}.{own_part}",), f"{b}.{their_part}", pattern) for a, b in pairs)

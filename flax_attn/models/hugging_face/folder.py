@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
-from typing import Any, TypedDict, TypeVar, Unpack
+from typing import Any, Literal, TypedDict, TypeVar, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ from jax import Array
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from attn_spec.checks import DTYPES, check_positive
+from attn_spec.checks import DTYPES, check_choice, check_positive
 from attn_spec.hugging_face.fields import Fields, read_fields
 from flax_attn.convert.api import axes_of, parameters, tensors
 from flax_attn.convert.files import take_part, write_shards
@@ -43,7 +43,9 @@ from flax_attn.models.hugging_face.quantized import dequantized, read_quantizati
 from flax_attn.models.hugging_face.replacement import named_apart, replace_model
 from flax_attn.models.hugging_face.streams import fork_streams
 from flax_attn.models.hugging_face.values import Memory, OnMesh
+from flax_attn.models.quantize import WEIGHTS, quantize
 from flax_attn.modules.initialisation import check_dtypes
+from flax_attn.modules.quantized_linear import QuantizedLinear
 from flax_attn.sharding.parameter_axes import check_mesh
 from flax_attn.sharding.parameters import abstract, shard
 
@@ -63,6 +65,7 @@ class LoadOptions(TypedDict, total=False):
     rngs: nnx.Rngs | None
     progress: bool | None
     mesh: Mesh | None
+    weights: Literal["int8"] | None
 
 
 def load(
@@ -80,6 +83,9 @@ def load(
             all are listed, and none is read.
     """
     family, folder, mesh = _known(cls, family), Path(path), options.get("mesh")
+    weights_in = options.get("weights")
+    if weights_in is not None:
+        _check_quantized(weights_in, mesh, options.get("scan_layers", False))
     if mesh is not None:
         check_mesh(mesh)
     dtype = options.get("param_dtype")
@@ -107,6 +113,8 @@ def load(
     _fill(own, entries, stored, dtype, shown, memory)
     if mesh is not None:
         shard(model, mesh)  # what is left: the streams of dropout
+    if weights_in is not None:
+        quantize(model, weights_in)
     model.eval()
     return model
 
@@ -130,6 +138,11 @@ def save(
             positive or the path is that of a file.
     """
     check_positive(max_shard_size=max_shard_size)
+    if any(isinstance(part, QuantizedLinear) for _, part in nnx.iter_modules(model)):
+        raise ValueError(
+            f"save_pretrained writes weights as floats; got a {type(model).__name__} that is"
+            " quantized. Save the model before quantize, or use flax_attn.convert.save"
+        )
     family, target = _known(type(model), family), Path(path).absolute()
     if target.exists() and not target.is_dir():
         raise ValueError(f"a model is stored as a folder; got {target}, which is a file")
@@ -146,6 +159,16 @@ def save(
             replace_model(target, fields, prefix, weights)
     if jax.process_count() > 1:  # none goes on before the folder is there
         multihost_utils.sync_global_devices(f"{target} is written")
+
+
+def _check_quantized(weights: str, mesh: Mesh | None, scan_layers: bool) -> None:
+    check_choice("weights", weights, WEIGHTS)
+    if mesh is not None or scan_layers:
+        given = "scan_layers" if mesh is None else "a mesh"
+        raise ValueError(
+            f'weights="{weights}" is for layers one by one on one device; got {given}. Load without'
+            " one of the two"
+        )
 
 
 def read_config(cls: type, family: Family, fields: Fields, dropout: float | None = None) -> object:
@@ -279,10 +302,10 @@ def _named_as_in(names: Iterable[str], entries: list[Entry], family: Family) -> 
     a longer prefix.
     """
     base = family.base
-    anchor = next(entry.theirs for entry in entries if family.anchor in entry.ours).removeprefix(
-        base
-    )
-    start = next((name.removesuffix(anchor) for name in names if name.endswith(anchor)), base)
+    anchored = next(entry for entry in entries if family.anchor in entry.ours)
+    anchor = anchored.theirs.removeprefix(base)
+    starts = (name.removesuffix(anchor) for name in names if name.endswith(anchor))
+    start = next(starts, base)
     outer = start.removesuffix(base)
 
     def place(name: str) -> str:
@@ -310,19 +333,21 @@ def _fill(
     memory: Memory | OnMesh,
 ) -> None:
     """Read the weights, the largest first: its copies are made while memory is free."""
-    groups = sorted(
-        _by_variables(entries, own), key=lambda group: -sum(math.prod(e.shape) for e in group)
-    )
+    groups = sorted(_by_variables(entries, own), key=_size, reverse=True)
     for group in _shown(groups) if progress else groups:
-        mapped = {name: parts for entry in group for name, parts in _read(entry, stored).items()}
+        mapped = {}
+        for entry in group:
+            mapped |= _read(entry, stored)
         for variable, layers in whole(own, mapped):
             arrays = [array for parts in layers for array in parts]
-            kept = dtype is None or not isinstance(
-                variable, nnx.Param
-            )  # statistics keep their dtype
-            variable.set_value(
-                memory.copy(arrays, variable, jnp.dtype(arrays[0].dtype if kept else dtype))
-            )
+            # Statistics keep their dtype.
+            kept = dtype is None or not isinstance(variable, nnx.Param)
+            wanted = jnp.dtype(arrays[0].dtype if kept else dtype)
+            variable.set_value(memory.copy(arrays, variable, wanted))
+
+
+def _size(group: list[Entry]) -> int:
+    return sum(math.prod(entry.shape) for entry in group)
 
 
 def _read(entry: Entry, stored: Mapping[str, Stored]) -> dict[str, list[np.ndarray]]:

@@ -33,19 +33,16 @@ def dequantized(
     References:
         DeepSeek-AI 2024, section 3.3 (arXiv:2412.19437).
     """
-    pairs = {
-        name: (entry, stored[name + _SCALE])
-        for name, entry in stored.items()
-        if name + _SCALE in stored and _fit(entry, stored[name + _SCALE], block)
-    }
-    gone = {name + _SCALE for name in pairs}
-    read = {
-        name: replace(
-            entry, dtype=jnp.dtype(dtype).name, read=partial(_read, entry, scales, block, dtype)
-        )
-        for name, (entry, scales) in pairs.items()
-    }
-    return {name: entry for name, entry in stored.items() if name not in gone} | read
+    found = dict(stored)
+    for name, weight in stored.items():
+        scales = stored.get(name + _SCALE)
+        if scales is None or not _fit(weight, scales, block):
+            continue
+        # Nothing is read yet: a weight is computed when its turn comes.
+        read = partial(_read, weight, scales, block, dtype)
+        found[name] = replace(weight, dtype=jnp.dtype(dtype).name, read=read)
+        del found[name + _SCALE]
+    return found
 
 
 def _fit(weight: Stored, scales: Stored, block: tuple[int, int]) -> bool:
@@ -61,10 +58,17 @@ def _fit(weight: Stored, scales: Stored, block: tuple[int, int]) -> bool:
 
 
 def _read(weight: Stored, scales: Stored, block: tuple[int, int], dtype: Dtype) -> np.ndarray:
-    (rows, columns), numbers = weight.shape, np.empty(weight.shape, dtype)
-    values = np.arange(256, dtype=np.uint8).view(jnp.float8_e4m3fn).astype(np.float32)
-    packed, factors = weight.read().view(np.uint8), scales.read().astype(np.float32)
-    for first, row in zip(range(0, rows, block[0]), factors, strict=True):
-        part = slice(first, first + block[0])
-        numbers[part] = values[packed[part]] * np.repeat(row, min(block[1], columns))[:columns]
+    numbers = np.empty(weight.shape, dtype)
+    columns = weight.shape[1]
+    width = min(block[1], columns)
+    # A lookup is faster than a conversion of each number.
+    codes = np.arange(256, dtype=np.uint8)
+    values = codes.view(jnp.float8_e4m3fn).astype(np.float32)
+    packed = weight.read().view(np.uint8)
+    factors = scales.read().astype(np.float32)
+    for i, row in enumerate(factors):
+        part = slice(i * block[0], (i + 1) * block[0])
+        # The last block of a row may be smaller.
+        scale = np.repeat(row, width)[:columns]
+        numbers[part] = values[packed[part]] * scale
     return numbers

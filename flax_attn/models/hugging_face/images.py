@@ -23,24 +23,17 @@ def image_layout(
         rules: further rules of the family.
         ignored: pattern of ignored names, as in `Layout`.
     """
-    table, patches = (
-        f"{base}embeddings.position_embeddings",
-        f"{base}embeddings.patch_embeddings.projection",
-    )
-    layer = f"{base}encoder.layer.{{i}}."
+    table = f"{base}embeddings"
+    patches = f"{table}.patch_embeddings.projection"
+    prefixes = "trf_blocks.{i}.", f"{base}encoder.layer.{{i}}."
     return Layout(
         (
-            Rule(("cls_token",), f"{base}embeddings.cls_token", "d -> 1 1 d"),
-            Rule(("pos_emb.embedding",), table, "t d -> 1 t d"),
+            Rule(("cls_token",), f"{table}.cls_token", "d -> 1 1 d"),
+            Rule(("pos_emb.embedding",), f"{table}.position_embeddings", "t d -> 1 t d"),
             Rule(("patches.proj.kernel",), f"{patches}.weight", "(c p q) d -> d c p q"),
             Rule(("patches.proj.bias",), f"{patches}.bias"),
-            *linears(
-                {
-                    f"trf_blocks.{{i}}.{ours}": layer + theirs
-                    for ours, theirs in (_ATTENTION | linear).items()
-                }
-            ),
-            *norms({f"trf_blocks.{{i}}.{ours}": layer + theirs for ours, theirs in norm.items()}),
+            *linears(_ATTENTION | linear, *prefixes),
+            *norms(norm, *prefixes),
             *norms({"final_norm": f"{base}layernorm"}),
             *linears({"classifier": "classifier"}),
             *rules,

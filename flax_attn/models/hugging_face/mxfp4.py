@@ -33,15 +33,15 @@ def dequantized(stored: Mapping[str, Stored]) -> dict[str, Stored]:
     References:
         OCP Microscaling Formats (MX) v1.0, 2023; arXiv:2310.10537.
     """
-    pairs = {
-        name.removesuffix("_blocks"): (entry, stored[name.removesuffix("_blocks") + "_scales"])
-        for name, entry in stored.items()
-        if name.endswith("_blocks") and name.removesuffix("_blocks") + "_scales" in stored
-    }
-    pairs = {name: pair for name, pair in pairs.items() if _fit(*pair)}
-    gone = {f"{name}_{part}" for name in pairs for part in ("blocks", "scales")}
-    others = {name: entry for name, entry in stored.items() if name not in gone}
-    return others | {name: _joined(*pair) for name, pair in pairs.items()}
+    found = dict(stored)
+    for key, blocks in stored.items():
+        name = key.removesuffix("_blocks")
+        scales = stored.get(f"{name}_scales")
+        if name == key or scales is None or not _fit(blocks, scales):
+            continue
+        found[name] = _joined(blocks, scales)
+        del found[key], found[f"{name}_scales"]
+    return found
 
 
 def _fit(blocks: Stored, scales: Stored) -> bool:
@@ -64,10 +64,13 @@ def _joined(blocks: Stored, scales: Stored) -> Stored:
 
 
 def _read(blocks: Stored, scales: Stored) -> np.ndarray:
-    (e, o, *_), table = blocks.shape, _table()
-    numbers = np.empty((e, o, blocks.shape[2] * 2 * _BYTES), jnp.bfloat16)
+    e, o, groups, _ = blocks.shape
+    table = _table()
+    numbers = np.empty((e, o, groups * 2 * _BYTES), jnp.bfloat16)
+    # An expert at a time: the pairs of all would need as much memory again.
     for out, packed, exponents in zip(numbers, blocks.read(), scales.read(), strict=True):
-        pairs = table[exponents[..., None].astype(np.intp) * 256 + packed]
+        rows = exponents[..., None].astype(np.intp)
+        pairs = table[rows * 256 + packed]
         out[...] = pairs.view(jnp.bfloat16).reshape(o, -1)
     return numbers.swapaxes(1, 2)
 
@@ -75,11 +78,15 @@ def _read(blocks: Stored, scales: Stored) -> np.ndarray:
 @cache
 def _table() -> np.ndarray:
     """Return the two numbers of each byte under each scale as one integer, for one lookup."""
-    values = np.array([*_MAGNITUDES, *(-x for x in _MAGNITUDES)], np.float32)
+    positive = np.array(_MAGNITUDES, np.float32)
+    values = np.concatenate([positive, -positive])
     byte = np.arange(256)
-    numbers = np.stack([values[byte & 15], values[byte >> 4]], axis=-1)
-    scales = np.array(
-        [*(2.0 ** (i - 127) for i in range(255)), np.nan], np.float32
-    )  # the last is none
+    low = values[byte & 15]
+    high = values[byte >> 4]
+    numbers = np.stack([low, high], axis=-1)
+    # The last exponent stands for no number.
+    scales = np.append(np.exp2(np.arange(255.0) - 127), np.nan).astype(np.float32)
     with np.errstate(over="ignore"):
-        return (scales[:, None, None] * numbers).astype(jnp.bfloat16).view(np.uint32).reshape(-1)
+        scaled = scales[:, None, None] * numbers
+        pairs = scaled.astype(jnp.bfloat16)
+    return pairs.view(np.uint32).reshape(-1)

@@ -16,28 +16,34 @@ def fork_streams(model: nnx.Module, rngs: nnx.Rngs | None) -> None:
     """Give each dropout its own stream, in the order of the layers."""
     modules = [module for _, module in nnx.iter_modules(model)]
     dropouts = [module for module in modules if _draws(module)]
-    if not dropouts:  # streams are made by programs that are compiled
+    # Streams are made by programs that are compiled: none for a model without dropout.
+    if not dropouts:
         return
     rngs = nnx.Rngs(0) if rngs is None else rngs
-    stacks = [module for module in modules if isinstance(module, Stack)]
-    stack_of = {id(dropout): one for one in stacks for dropout in _dropouts(one)}
+    stack_of = {}
+    for module in modules:
+        if isinstance(module, Stack):
+            stack_of |= {id(dropout): module for dropout in _dropouts(module)}
+    done = []
     for dropout in dropouts:
-        if id(dropout) not in stack_of:
+        one = stack_of.get(id(dropout))
+        if one is None:
             dropout.stream = nnx.data(fork(rngs.dropout))
-        elif (
-            one := stack_of[id(dropout)]
-        ) in stacks:  # the layers of a stack where the first of them comes
-            stacks.remove(one)
+        # All layers of a stack draw where the first of them comes.
+        elif one not in done:
+            done.append(one)
             _fork_stacked(one, rngs)
 
 
 def _fork_stacked(one: Stack, rngs: nnx.Rngs) -> None:
     dropouts = [_dropouts(block) for block in one.blocks]
     forks = [[] for _ in dropouts]
+    # Drawn in the order of the layers, which is the order without a stack.
     for m, _ in one.layers:
         forks[m].append([fork(rngs.dropout) for _ in dropouts[m]])
     for own, of_layers in zip(dropouts, forks, strict=True):
-        for dropout, streams in zip(own, zip(*of_layers, strict=True), strict=True):
+        for i, dropout in enumerate(own):
+            streams = [layer[i] for layer in of_layers]
             dropout.stream = nnx.data(stack_modules(streams))
 
 

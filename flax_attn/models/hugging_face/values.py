@@ -32,8 +32,10 @@ class Memory:
         shape = variable.shape
         if len(arrays) == 1 and _lies_as_needed(arrays[0], dtype):
             return jax.device_put(arrays[0].view(np.ndarray).reshape(shape))
-        new = self._take(math.prod(shape) * dtype.itemsize).view(dtype)
-        for place, array in zip(new.reshape(len(arrays), *arrays[0].shape), arrays, strict=True):
+        size = math.prod(shape) * dtype.itemsize
+        new = self._take(size).view(dtype)
+        places = new.reshape(len(arrays), *arrays[0].shape)
+        for place, array in zip(places, arrays, strict=True):
             place[...] = array
         return jax.device_put(new.reshape(shape))
 
@@ -41,7 +43,9 @@ class Memory:
         if self.free.size < size + _ALIGNMENT:
             self.free = np.empty(max(size, _PIECE) + _ALIGNMENT, np.uint8)
         start = -self.free.ctypes.data % _ALIGNMENT
-        taken, self.free = self.free[start : start + size], self.free[start + size :]
+        end = start + size
+        taken = self.free[start:end]
+        self.free = self.free[end:]
         return taken
 
 
@@ -65,28 +69,33 @@ class OnMesh:
     def copy(self, arrays: list[np.ndarray], variable: nnx.Variable, dtype: np.dtype) -> Array:
         """Return the value of a variable: one array, or those of all layers and experts stacked."""
         found: dict[tuple[Span, ...], np.ndarray] = {}
+        shape = variable.shape
 
         def part(index: Any) -> np.ndarray:
-            spans = tuple(
-                span.indices(size) for span, size in zip(index, variable.shape, strict=True)
-            )
-            if spans not in found:  # devices that have the same part
-                found[spans] = _part(
-                    arrays, variable.shape, tuple(slice(*span) for span in spans), dtype
-                )
+            sized = zip(index, shape, strict=True)
+            spans = tuple(span.indices(size) for span, size in sized)
+            # Devices that have the same part share its copy.
+            if spans not in found:
+                slices = tuple(slice(*span) for span in spans)
+                found[spans] = _part(arrays, shape, slices, dtype)
             return found[spans]
 
-        return jax.make_array_from_callback(variable.shape, sharding_of(variable, self.mesh), part)
+        sharding = sharding_of(variable, self.mesh)
+        return jax.make_array_from_callback(shape, sharding, part)
 
 
 def _part(
     arrays: list[np.ndarray], shape: tuple[int, ...], index: tuple[slice, ...], dtype: Any
 ) -> np.ndarray:
     """Return a copy in this dtype of a part of the array of this shape that they stack to."""
+    # The first axes count the arrays: those of layers and of experts.
     lead = len(shape) - arrays[0].ndim
-    numbers, inner = np.arange(len(arrays)).reshape(shape[:lead])[index[:lead]], index[lead:]
+    numbers = np.arange(len(arrays)).reshape(shape[:lead])
+    numbers = numbers[index[:lead]]
+    inner = index[lead:]
     parts = [arrays[i][inner] for i in numbers.flat]
-    new = np.empty((len(parts), *parts[0].shape), dtype)
+    size = parts[0].shape
+    new = np.empty((len(parts), *size), dtype)
     for i, part in enumerate(parts):
         new[i] = part
-    return new.reshape(*numbers.shape, *parts[0].shape)
+    return new.reshape(*numbers.shape, *size)

@@ -20,14 +20,19 @@ static inline int64_t queries_size(const Attention& x, int64_t padded) {
   return x.group() * padded * (2 * x.h + 2 * x.v + 3) + x.h + x.v;
 }
 
-// Which keys of a batch row are seen by a query: the others may hold any number.
-static void find_seen(const Attention& x, int64_t b, uint8_t* seen) {
+// Which keys of one head are seen by a query: the others may hold any number.
+static void find_seen(const Attention& x, int64_t b, int64_t kv, uint8_t* seen) {
   std::fill_n(seen, x.s, uint8_t{0});
   const int32_t* segment = x.key_segment ? x.key_segment + b * x.s : nullptr;
-  for (int64_t row = b * x.t; row < (b + 1) * x.t; ++row) {
-    const int64_t start = std::max(x.start[row], 0), stop = std::min<int64_t>(x.stop[row], x.s);
-    for (int64_t j = start; j < stop; ++j) seen[j] |= !segment || segment[j] == x.query_segment[row];
-  }
+  const int64_t head = kv * x.group(), heads = head + (x.dense_head ? x.group() : 1);
+  for (int64_t n = head; n < heads; ++n)
+    for (int64_t i = 0; i < x.t; ++i) {
+      const int64_t row = b * x.t + i;
+      const int64_t start = std::max(x.start[row], 0), stop = std::min<int64_t>(x.stop[row], x.s);
+      const uint8_t* dense = x.dense ? x.dense_keys(b, n, i) : nullptr;
+      for (int64_t j = start; j < stop; ++j)
+        seen[j] |= (!segment || segment[j] == x.query_segment[row]) && (!dense || dense[j]);
+    }
 }
 
 // What the rows of one head that are seen share: the mean of their directions, as long as the shortest of them. None is
@@ -101,9 +106,9 @@ static void copy_queries(const Backward& x, int64_t b, int64_t kv, int64_t part,
     }
 }
 
-// LANES keys, and the gradients of these.
+// LANES keys of one head, and the gradients of these.
 struct KeyPanel {
-  int64_t first;
+  int64_t first, kv;
   float *key, *key_rows, *value;  // (h, LANES), (LANES, width), (v, LANES)
   float *d_key, *d_value;         // (h, LANES), (v, LANES)
   Ints index[2], segment[2];
@@ -111,13 +116,15 @@ struct KeyPanel {
 };
 static inline int64_t panel_size(const Attention& x, int64_t width) { return LANES * (2 * x.h + width + 2 * x.v); }
 
-// Which keys of the panel query i sees; none where i is beyond the last.
-static inline Ints visible_keys(const Backward& x, int64_t b, int64_t i, int half, const KeyPanel& panel) {
+// Which keys of the panel query i of head n sees; none where i is beyond the last.
+static inline Ints visible_keys(const Backward& x, int64_t b, int64_t n, int64_t i, int half, const KeyPanel& panel) {
   if (i >= x.t) return Ints{};
   const int64_t row = b * x.t + i;
   const Ints index = panel.index[half];
   Ints visible = (index >= x.start[row]) & (index < std::min<int32_t>(x.stop[row], static_cast<int32_t>(x.s)));
   if (x.query_segment) visible &= panel.segment[half] == x.query_segment[row];
+  const int64_t key = panel.first + half * WIDTH;
+  if (x.dense) visible &= dense_lanes(x.dense_keys(b, n, i) + key, x.s - key);
   return visible;
 }
 
@@ -141,13 +148,13 @@ static void begin_keys(const Backward& x, int64_t b, int64_t kv, const Queries& 
 }
 
 // Turns the scores of queries [first, first + count) into weights, in place.
-static void weigh_keys(const Backward& x, int64_t b, int64_t first, int64_t count, bool masked, const float* top,
-                       const float* share, const KeyPanel& panel, float* scores) {
+static void weigh_keys(const Backward& x, int64_t b, int64_t n, int64_t first, int64_t count, bool masked,
+                       const float* top, const float* share, const KeyPanel& panel, float* scores) {
   for (int64_t i = 0; i < count; ++i)
     for (int half = 0; half < 2; ++half) {
       float* at = scores + i * LANES + half * WIDTH;
       Vector weight = exp2(load(at) - top[i]) * share[i];
-      if (masked) weight = visible_keys(x, b, first + i, half, panel) ? weight : Vector{};
+      if (masked) weight = visible_keys(x, b, n, first + i, half, panel) ? weight : Vector{};
       store(at, weight);
     }
 }
@@ -180,7 +187,7 @@ static void backward_tile(const Backward& x, int64_t b, int64_t first, int64_t c
     cap_scores(scores, count * LANES, x.soft_cap);
     std::copy_n(scores, count * LANES, capped);
   }
-  weigh_keys(x, b, first, count, masked, queries.top + at, queries.share + at, panel, scores);
+  weigh_keys(x, b, panel.kv * x.group() + head, first, count, masked, queries.top + at, queries.share + at, panel, scores);
   multiply<1, true>({cotangent, 1, x.v, scores, LANES, panel.d_value, LANES}, x.v, LANES, count);
   multiply<1, false>({cotangent_tiles, x.v, ROWS, panel.value, LANES, gradients, LANES}, count, LANES, x.v);
   score_gradients(count, scores, queries.delta + at, capped, x.soft_cap, gradients);
@@ -209,7 +216,10 @@ static void for_queries(const Backward& x, int64_t b, const Range* ranges, const
   for (int64_t group = 0, first; group < groups; group = std::max(group, first + 1)) {
     bool masked = false;  // of the groups from `first` on that see any of these keys
     for (first = group; group < groups && group < first + QUERIES / STEP; ++group) {
-      const Sight one = sight_of(x, b, ranges[group], panel.first, panel.first + LANES);
+      const int64_t query = group * STEP, stop = std::min(query + STEP, x.t), head = panel.kv * x.group();
+      int64_t from = panel.first, to = from + LANES;
+      Sight one = sight_of(x, b, ranges[group], from, to);
+      one = narrow(x, b, head, head + x.group(), query, stop, LANES, from, to, one);
       if (one == Sight::none) break;
       masked |= one == Sight::some;
     }
@@ -229,13 +239,13 @@ struct BackwardFloats {
     return queries_size(x, round_up(x.t, STEP)) + panel_size(x, round_up(x.h, WIDTH)) + 3 * QUERIES * LANES;
   }
   static void run(const Backward& x, int64_t b, int64_t kv, int64_t part, int64_t parts, const Range* ranges,
-                  const uint8_t* seen, float* scratch, float* d_query);
+                  float* scratch, float* d_query);
 };
 
 // Every `parts`-th panel of the keys of one head, from the `part`-th on, so that all parts of a causal call are alike.
 template <typename T>
 void BackwardFloats<T>::run(const Backward& x, int64_t b, int64_t kv, int64_t part, int64_t parts, const Range* ranges,
-                            const uint8_t* seen, float* scratch, float* d_query) {
+                            float* scratch, float* d_query) {
   const int64_t padded = round_up(x.t, STEP), width = round_up(x.h, WIDTH), rows = x.group() * padded;
   std::fill_n(scratch, queries_size(x, padded), 0.0f);
   Queries queries{padded, width, scratch, scratch + rows * x.h};
@@ -247,6 +257,8 @@ void BackwardFloats<T>::run(const Backward& x, int64_t b, int64_t kv, int64_t pa
   queries.key_common = queries.delta + rows;
   queries.value_common = queries.key_common + x.h;
   const Layout key = keys_layout(x, x.h), value = keys_layout(x, x.v);
+  Array<uint8_t> seen(x.s);
+  find_seen(x, b, kv, seen);
   // With sinks or a soft cap the gradients of the scores do not add up to 0.
   if (!x.sinks && x.soft_cap == 0)
     find_common(static_cast<const T*>(x.key) + key.offset(b, 0, kv), key, seen, x.s, x.h, queries.key_common);
@@ -257,6 +269,7 @@ void BackwardFloats<T>::run(const Backward& x, int64_t b, int64_t kv, int64_t pa
     copy_queries<T, T>(x, b, kv, part, queries);
   float* memory = queries.value_common + x.v;
   KeyPanel panel{};
+  panel.kv = kv;
   panel.key = memory;
   panel.key_rows = panel.key + x.h * LANES;
   panel.value = panel.key_rows + width * LANES;
@@ -301,21 +314,18 @@ static void backward_all(const Backward& x, Pool& pool) {
   const int64_t part_step = x.group() * padded * width, blocks = blocks_of(x.t, QUERIES), groups = padded / STEP;
   const int64_t scratch = round_up(Numbers::scratch_size(x), WIDTH);
   std::vector<Range> ranges;
-  std::vector<uint8_t> seen(x.b * x.s);
-  for (int64_t b = 0; b < x.b; ++b) {
-    find_seen(x, b, seen.data() + b * x.s);
+  for (int64_t b = 0; b < x.b; ++b)
     for (int64_t i = 0; i < groups; ++i) {
       ranges.push_back(range_of(x, b, i * STEP, std::min((i + 1) * STEP, x.t)));
       if ((i + 1) * STEP > x.t) ranges.back().inner_stop = 0;  // what pads the last group sees nothing
     }
-  }
   Array<float> scratches((pool.threads() + 1) * scratch), d_query(heads * parts * part_step);
   const int64_t work = x.b * x.n * x.t * x.s * (3 * x.h + 2 * x.v);
   parallel_for(pool, heads * parts, work, [&](int worker, int64_t task) {
     const int64_t b = task / parts / x.k, kv = task / parts % x.k;
     const typename Numbers::Registers registers;
-    Numbers::run(x, b, kv, task % parts, parts, ranges.data() + b * groups, seen.data() + b * x.s,
-                 scratches + worker * scratch, d_query + task * part_step);
+    Numbers::run(x, b, kv, task % parts, parts, ranges.data() + b * groups, scratches + worker * scratch,
+                 d_query + task * part_step);
   });
   parallel_for(pool, x.b * x.n * blocks, x.b * x.n * x.t * x.h * parts, [&](int, int64_t task) {
     const int64_t b = task / blocks / x.n, n = task / blocks % x.n, first = task % blocks * QUERIES;

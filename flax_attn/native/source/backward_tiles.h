@@ -67,7 +67,7 @@ struct BackwardTiles {
   static_assert(LANES == TERMS && WIDTH == SIDE);
 
   const Backward& x;
-  int64_t b, kv, h, v;  // widths rounded up to whole tiles of columns
+  int64_t b, h, v;  // widths rounded up to whole tiles of columns
   TileQueries queries;
   KeyPanel panel{};  // key and value as pairs of numbers, (h / 2, LANES); key_rows as pairs of keys, (h / SIDE, SIDE, SIDE)
   float *common, *scores, *gradients, *weight_pairs, *gradient_pairs, *gradient_rows;
@@ -78,8 +78,9 @@ struct BackwardTiles {
   }
 
   BackwardTiles(const Backward& x, int64_t b, int64_t kv, float* scratch)
-      : x(x), b(b), kv(kv), h(round_up(x.h, SIDE)), v(round_up(x.v, SIDE)), queries(x) {
+      : x(x), b(b), h(round_up(x.h, SIDE)), v(round_up(x.v, SIDE)), queries(x) {
     const auto take = [&](int64_t size) { return std::exchange(scratch, scratch + size); };
+    panel.kv = kv;
     common = take(round_up(x.h, TERMS));
     panel.key = take(round_up(x.h, TERMS) / 2 * LANES);
     panel.key_rows = take(h * SIDE);
@@ -98,8 +99,8 @@ struct BackwardTiles {
     const BFloat16 *keys[LANES] = {}, *values[LANES] = {};
     for (int64_t lane = 0; lane < LANES; ++lane) {
       const int64_t j = std::min(panel.first + lane, x.s - 1);  // lanes beyond the last key repeat it, hidden
-      const BFloat16* one_key = static_cast<const BFloat16*>(x.key) + key.offset(b, j, kv);
-      const BFloat16* one_value = static_cast<const BFloat16*>(x.value) + value.offset(b, j, kv);
+      const BFloat16* one_key = static_cast<const BFloat16*>(x.key) + key.offset(b, j, panel.kv);
+      const BFloat16* one_value = static_cast<const BFloat16*>(x.value) + value.offset(b, j, panel.kv);
       panel.key_ok[lane] = finite(one_key, x.h);
       panel.value_ok[lane] = finite(one_value, x.v);
       if (panel.key_ok[lane]) keys[lane] = one_key;
@@ -123,8 +124,9 @@ struct BackwardTiles {
     std::fill_n(panel.d_value, v * LANES, 0.0f);
   }
 
-  // Turns scores and do v^T of queries [first, first + count), of row `at` on, into weights and gradients of scores.
-  void weigh(int64_t at, int64_t first, int64_t count, bool masked) {
+  // Turns scores and do v^T of queries [first, first + count) of one head, rows from `at` on, into weights and gradients of scores.
+  void weigh(int64_t head, int64_t at, int64_t first, int64_t count, bool masked) {
+    const int64_t n = panel.kv * x.group() + head;
     float factor = query_factor(x);
     const bool capped = x.soft_cap > 0;
     if (capped) {
@@ -139,7 +141,7 @@ struct BackwardTiles {
           const int64_t lane = (i + row) * LANES + half * WIDTH;
           const Vector score = load(scores + lane);
           Vector p = exp2(score * factor - queries.top[at + i + row]) * queries.share[at + i + row];
-          if (masked) p = visible_keys(x, b, first + i + row, half, panel) ? p : Vector{};
+          if (masked) p = visible_keys(x, b, n, first + i + row, half, panel) ? p : Vector{};
           Vector dx = p * (load(gradients + lane) - queries.delta[at + i + row]);
           const Vector tanh = score / (x.soft_cap * LOG2_E);
           if (capped) dx *= 1 - tanh * tanh;
@@ -179,17 +181,19 @@ struct BackwardTiles {
     const int64_t at = head * queries.padded + first;
     score_tiles(queries.query + at * queries.h, panel.key, queries.h / TERMS, count, scores);
     score_tiles(queries.cotangent + at * queries.v, panel.value, queries.v / TERMS, count, gradients);
-    weigh(at, first, count, masked);
+    weigh(head, at, first, count, masked);
     add_value_tiles(queries.cotangent_columns + at * v, weight_pairs, v / SIDE, count, panel.d_value);
     add_value_tiles(queries.query_columns + at * h, gradient_pairs, h / SIDE, count, panel.d_key);
     add_query_gradients(count, d_query + at * h);
   }
 
   static void run(const Backward& x, int64_t b, int64_t kv, int64_t part, int64_t parts, const Range* ranges,
-                  const uint8_t* seen, float* scratch, float* d_query) {
+                  float* scratch, float* d_query) {
     BackwardTiles tiles(x, b, kv, scratch);
     std::fill_n(tiles.common, round_up(x.h, TERMS), 0.0f);
     const Layout key = keys_layout(x, x.h);
+    Array<uint8_t> seen(x.s);
+    find_seen(x, b, kv, seen);
     // With sinks or a soft cap the gradients of the scores do not add up to 0.
     if (!x.sinks && x.soft_cap == 0)
       find_common(static_cast<const BFloat16*>(x.key) + key.offset(b, 0, kv), key, seen, x.s, x.h, tiles.common);

@@ -102,7 +102,7 @@ class Border {
   }
 
  private:
-  static constexpr size_t MOST = 16;  // arrays of a call
+  static constexpr size_t MOST = 20;  // arrays of a call
 
   Given keep(const char* name, const ffi::AnyBuffer& array) {
     const Given x{name, array.element_type(), array.dimensions(), array.untyped_data()};

@@ -22,7 +22,13 @@ struct Attention {
   const float* sinks;           // (b, n), or null
   const int32_t *start, *stop;  // (b, t): query i may see the keys start[i] <= j < stop[i]
   const int32_t *query_segment, *key_segment;  // (b, t) and (b, s), or null: and those of its own segment
+  const uint8_t* dense;  // (b / dense_rows, 1 or n, 1 or t, s), or null: and those where it is not 0
+  int64_t dense_rows;    // of the batch that share an array
+  int64_t dense_row, dense_head, dense_query;  // from one to the next; 0 where one serves all
   int64_t group() const { return n / k; }
+  const uint8_t* dense_keys(int64_t row, int64_t head, int64_t query) const {
+    return dense + row / dense_rows * dense_row + head * dense_head + query * dense_query;
+  }
 };
 
 // Where a call is differentiated, every score is summed in the same order in `forward` as in `backward`: large scores
@@ -47,9 +53,10 @@ struct Backward : Attention {
 // result (m, d_out) = x (m, d_in) @ matrix
 struct MatrixProduct {
   int64_t m, d_in, d_out;
-  Type type;         // of x and the matrix
+  Type type;         // of x, and of the matrix unless it is of int8
   Type result_type;  // the same, or float32
   bool transposed;   // the matrix is (d_out, d_in) instead of (d_in, d_out)
+  bool int8;         // the matrix is of int8, and not transposed; the result is float32
   const void *x, *matrix;
   void* result;
 };

@@ -9,7 +9,7 @@ constexpr int64_t AHEAD = 48;    // keys from the one in use to the one that is 
 template <typename T>
 struct FewRows {
   const Forward& x;
-  int64_t b, rows;
+  int64_t b, head, rows;  // head: the first of the queries
   float* query;   // (rows, h), times the factor
   float* output;  // (rows, v), not divided by the totals yet
   float *top, *total;
@@ -19,6 +19,7 @@ struct FewRows {
 
   bool visible(int64_t row, int64_t j) const {
     const int64_t i = b * x.t + row % x.t;
+    if (x.dense && !x.dense_keys(b, head + row / x.t, row % x.t)[j]) return false;
     return j >= x.start[i] && j < x.stop[i] && (!x.key_segment || x.query_segment[i] == x.key_segment[b * x.s + j]);
   }
 };
@@ -130,10 +131,13 @@ static void attend_part(FewRows<T>& at, int64_t first, int64_t last) {
   std::fill_n(at.top, at.rows, LOWEST);
   std::fill_n(at.total, at.rows, 0.0f);
   for (int64_t j = first; j < last; j += CHUNK) {
+    const int64_t stop = std::min(j + CHUNK, last), heads = at.head + x.group();
+    int64_t from = j, to = stop;  // the chunk stays whole: its lanes fix the order of sums
+    if (narrow(x, at.b, at.head, heads, 0, x.t, WIDTH, from, to, Sight::some) == Sight::none) continue;
     int64_t row = 0;
     for (; row + TOGETHER <= at.rows; row += TOGETHER)
-      attend_rows<TOGETHER>(at, row, j, std::min(j + CHUNK, last), scores);
-    for (; row < at.rows; ++row) attend_rows<1>(at, row, j, std::min(j + CHUNK, last), scores);
+      attend_rows<TOGETHER>(at, row, j, stop, scores);
+    for (; row < at.rows; ++row) attend_rows<1>(at, row, j, stop, scores);
   }
   for (int64_t row = 0; row < at.rows; ++row) {
     if (finite(at.output + row * x.v, x.v)) continue;  // of all that is not finite in values a trace is left there
@@ -175,7 +179,7 @@ static void forward_few(const Forward& x, Pool& pool) {
   const Layout queries = tokens_first(x.t, x.n, x.h), key = keys_layout(x, x.h), value = keys_layout(x, x.v);
   parallel_for(pool, heads * parts, work, [&](int, int64_t task) {
     const int64_t b = task / parts / x.k, kv = task / parts % x.k, part = task % parts, at = task * rows;
-    FewRows<T> few{x, b, rows, query + at * x.h, output + at * x.v, top + at, total + at, nonfinite + at,
+    FewRows<T> few{x, b, kv * x.group(), rows, query + at * x.h, output + at * x.v, top + at, total + at, nonfinite + at,
                    static_cast<const T*>(x.key) + key.offset(b, 0, kv),
                    static_cast<const T*>(x.value) + value.offset(b, 0, kv), key.token, value.token};
     for (int64_t row = 0; row < rows; ++row) {

@@ -48,7 +48,7 @@ struct GroupedOptions {
 
 // The arrays that forward and backward begin with.
 struct AttentionArrays {
-  Given query, key, value, sinks, start, stop, query_segment, key_segment;
+  Given query, key, value, sinks, start, stop, query_segment, key_segment, dense;
   explicit AttentionArrays(Border& border)
       : query(border.argument("query")),
         key(border.argument("key")),
@@ -57,7 +57,8 @@ struct AttentionArrays {
         start(border.argument("start")),
         stop(border.argument("stop")),
         query_segment(border.argument("query_segment")),
-        key_segment(border.argument("key_segment")) {}
+        key_segment(border.argument("key_segment")),
+        dense(border.argument("dense")) {}
   Sizes batch() const { return query.before(3); }
 };
 
@@ -111,6 +112,17 @@ void check_attention(Border& border, const AttentionArrays& x, const Attention& 
   border.require(x.key_segment.is(DataType::S32, batch, {none ? 0 : call.s}),
                  "key_segment must be int32, and (..., b, s), or (..., b, 0) beside a "
                  "query_segment of (..., b, 0)");
+  const bool whole = x.dense.behind(1) == 0;
+  const Sizes rows = x.dense.before(3);
+  // One array serves all rows of the last of the batch's axes, or each has its own.
+  const int64_t shared = x.dense.behind(4), each = x.query.behind(4);
+  const bool rows_fit = rows.size() > 0 && rows.size() == batch.size() &&
+                        std::equal(rows.begin(), rows.end() - 1, batch.begin()) &&
+                        (shared == each || shared == 1);
+  const int64_t heads = whole ? 0 : x.dense.behind(3) == 1 ? 1 : call.n;
+  const int64_t queries = whole ? 0 : x.dense.behind(2) == 1 ? 1 : call.t;
+  border.require(rows_fit && x.dense.is(DataType::PRED, rows, {heads, queries, whole ? 0 : call.s}),
+                 "dense must be bool, and (..., b or 1, n or 1, t or 1, s) or (..., b, 0, 0, 0)");
   border.require(call.soft_cap >= 0, "soft_cap must be positive, or 0 for none");
 }
 
@@ -122,6 +134,11 @@ void point_to(const AttentionArrays& x, Attention& call) {
   call.start = x.start.data<int32_t>(), call.stop = x.stop.data<int32_t>();
   call.query_segment = x.query_segment.data<int32_t>(),
   call.key_segment = x.key_segment.data<int32_t>();
+  call.dense = x.dense.data<uint8_t>();
+  call.dense_rows = x.dense.behind(4) == 1 ? x.query.behind(4) : 1;
+  call.dense_query = x.dense.behind(2) == 1 ? 0 : call.s;
+  call.dense_head = x.dense.behind(3) == 1 ? 0 : x.dense.behind(2) * call.s;
+  call.dense_row = x.dense.behind(3) * x.dense.behind(2) * call.s;
 }
 
 ffi::Error forward(ffi::ThreadPool threads, ffi::RemainingArgs arguments,
@@ -189,6 +206,20 @@ ffi::Error backward(ffi::ThreadPool threads, ffi::RemainingArgs arguments,
   return ffi::Error::Success();
 }
 
+// A product whose arrays are what they must be.
+ffi::Error run(MatrixProduct call, const Given& x, const Given& matrix, const Given& result,
+               ffi::ThreadPool& threads) {
+  if (result.empty()) return ffi::Error::Success();
+  if (call.d_in == 0) {
+    std::memset(result.memory, 0, call.m * call.d_out * ffi::ByteWidth(result.type));
+    return ffi::Error::Success();
+  }
+  call.x = x.data<void>(), call.matrix = matrix.data<void>(), call.result = result.data<void>();
+  XlaPool pool(threads);
+  chosen.load()->product(call, pool);
+  return ffi::Error::Success();
+}
+
 ffi::Error product(ffi::ThreadPool threads, ffi::RemainingArgs arguments,
                    ffi::RemainingRets results, ProductOptions options) {
   Border border("flax_attn.matrix_product", arguments, results);
@@ -208,15 +239,24 @@ ffi::Error product(ffi::ThreadPool threads, ffi::RemainingArgs arguments,
                           result.is(DataType::F32, {}, {call.m, call.d_out}),
                       "result must have the dtype of x or be float32, and be (m, d_out)"))
     return border.error();
-  if (result.empty()) return ffi::Error::Success();
-  if (call.d_in == 0) {
-    std::memset(result.memory, 0, call.m * call.d_out * ffi::ByteWidth(result.type));
-    return ffi::Error::Success();
-  }
-  call.x = x.data<void>(), call.matrix = matrix.data<void>(), call.result = result.data<void>();
-  XlaPool pool(threads);
-  chosen.load()->product(call, pool);
-  return ffi::Error::Success();
+  return run(call, x, matrix, result, threads);
+}
+
+ffi::Error int8(ffi::ThreadPool threads, ffi::RemainingArgs arguments, ffi::RemainingRets results) {
+  Border border("flax_attn.int8_product", arguments, results);
+  const Given x = border.argument("x"), matrix = border.argument("matrix"),
+              result = border.result("result");
+  MatrixProduct call{};
+  call.m = x.behind(2), call.d_in = x.behind(1), call.d_out = result.behind(1);
+  call.type = x.number(), call.result_type = Type::float32, call.int8 = true;
+  border.require(x.is_number() && x.sizes.size() == 2,
+                 "x must be float32, bfloat16 or float16, and (m, d_in)");
+  border.require(matrix.is(DataType::S8, {}, {call.d_in, call.d_out}),
+                 "matrix must be int8, and (d_in, d_out)");
+  if (!border.require(result.is(DataType::F32, {}, {call.m, call.d_out}),
+                      "result must be float32, and (m, d_out)"))
+    return border.error();
+  return run(call, x, matrix, result, threads);
 }
 
 ffi::Error grouped(ffi::ThreadPool threads, ffi::RemainingArgs arguments,
@@ -280,6 +320,8 @@ extern "C" {
 XLA_FFI_DEFINE_HANDLER_SYMBOL(attention_forward, forward, bound<ForwardOptions>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(attention_backward, backward, bound<BackwardOptions>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(matrix_product, product, bound<ProductOptions>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(int8_product, int8,
+                              ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().RemainingArgs().RemainingRets());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(grouped_product, grouped, bound<GroupedOptions>());
 
 // The name of the i-th level that this processor has, quickest first; null beyond the last.

@@ -16,6 +16,7 @@ struct Panel {
   Range range;
   Vector top[2], total[2];
   Ints start[2], stop[2], segment[2];
+  const uint8_t* dense[LANES];  // the keys of a dense mask
   Ints seen[2], poisoned[2], query_nonfinite[2];  // lanes that saw a key; that saw one that is not finite
 };
 
@@ -37,6 +38,7 @@ static void begin_panel(const Attention& x, int64_t b, int64_t head, int64_t fir
       panel.start[half][j] = std::max(x.start[at], 0);
       panel.stop[half][j] = std::min<int64_t>(x.stop[at], x.s);
       if (x.query_segment) panel.segment[half][j] = x.query_segment[at];
+      if (x.dense) panel.dense[half * WIDTH + j] = x.dense_keys(b, head, i);
     }
     Numbers::copy_queries(x, queries, panel.query + half * WIDTH);
   }
@@ -51,6 +53,16 @@ static void cap_scores(float* scores, int64_t count, float soft_cap) {
   for (int64_t i = 0; i < count; i += WIDTH) store(scores + i, tanh(load(scores + i)) * (soft_cap * LOG2_E));
 }
 
+// Which lanes see keys [first, first + WIDTH) under a dense mask: (keys, LANES).
+static void dense_columns(const Panel& panel, int64_t first, int64_t s, Ints (*visible)[2]) {
+  for (int half = 0; half < 2; ++half) {
+    Vector rows[WIDTH];
+    for (int i = 0; i < WIDTH; ++i) rows[i] = (Vector)dense_lanes(panel.dense[half * WIDTH + i] + first, s - first);
+    transpose(rows);
+    for (int j = 0; j < WIDTH; ++j) visible[j][half] = (Ints)rows[j];
+  }
+}
+
 // Writes -inf over the scores of keys [first, last) that are hidden.
 static void hide(const Attention& x, const Keys& keys, int64_t b, int64_t kv, int64_t first, int64_t last, Sight sight,
                  Panel& panel, float* scores) {
@@ -59,16 +71,21 @@ static void hide(const Attention& x, const Keys& keys, int64_t b, int64_t kv, in
     return;
   }
   const uint8_t* nonfinite = keys.nonfinite + (b * x.k + kv) * keys.padded;
-  for (int64_t j = first; j < last; ++j, scores += LANES)
+  Ints dense[WIDTH][2];
+  for (int64_t j = first; j < last; ++j, scores += LANES) {
+    const int64_t column = (j - first) % WIDTH;
+    if (x.dense && column == 0) dense_columns(panel, j, x.s, dense);
     for (int half = 0; half < 2; ++half) {
       const int32_t index = static_cast<int32_t>(j);
       Ints visible = (panel.start[half] <= index) & (panel.stop[half] > index);
       if (x.key_segment && j < x.s) visible &= panel.segment[half] == x.key_segment[b * x.s + j];
+      if (x.dense) visible &= dense[column][half];
       float* score = scores + half * WIDTH;
       store(score, visible ? load(score) : fill(-INFINITY));
       panel.seen[half] |= visible;
       if (nonfinite[j]) panel.poisoned[half] |= visible;
     }
+  }
 }
 
 // Adds the sum of weights relative to a new largest score to what was found before.
@@ -215,9 +232,11 @@ static void attend_block(const Forward& x, const Numbers& numbers, int64_t b, in
   for (int64_t first = round_down(start, STEP); first < stop; first += KEYS)
     for (int64_t i = 0; i < count; ++i) {
       const Range& range = panels[i].range;
-      const int64_t from = std::max(first, round_down(range.start, STEP));
-      const int64_t to = std::min(first + KEYS, round_up(range.stop, STEP));
-      const Sight sight = from < to ? sight_of(x, b, range, from, to) : Sight::none;
+      const int64_t query = begin + i * LANES;
+      int64_t from = std::max(first, round_down(range.start, STEP));
+      int64_t to = std::min(first + KEYS, round_up(range.stop, STEP));
+      Sight sight = from < to ? sight_of(x, b, range, from, to) : Sight::none;
+      sight = narrow(x, b, head, head + 1, query, std::min(query + LANES, x.t), STEP, from, to, sight);
       if (sight != Sight::none) numbers.attend(x, b, kv, from, to, sight, panels[i], scratch);
     }
   for (int64_t i = 0; i < count; ++i)

@@ -34,10 +34,13 @@ static void backward(const Backward& x, Pool& pool) {
 
 static void product(const MatrixProduct& x, Pool& pool) {
   by_type(x, [&](auto number) {
-    if (x.result_type == Type::float32)
-      multiply_few<decltype(number), float>(x, pool);
+    using Number = decltype(number);
+    if (x.int8)
+      multiply_few<Number, int8_t, float>(x, pool);
+    else if (x.result_type == Type::float32)
+      multiply_few<Number, Number, float>(x, pool);
     else
-      multiply_few<decltype(number), decltype(number)>(x, pool);
+      multiply_few<Number, Number, Number>(x, pool);
   });
 }
 

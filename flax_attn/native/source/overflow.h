@@ -13,6 +13,7 @@ static void sum_again(const Forward& x, int64_t b, int64_t head, int64_t i, floa
   const int64_t stop = std::min<int64_t>(x.stop[at], x.s);
   for (int64_t j = std::max(x.start[at], 0); j < stop; ++j) {
     if (x.key_segment && x.query_segment[at] != x.key_segment[b * x.s + j]) continue;
+    if (x.dense && !x.dense_keys(b, head, i)[j]) continue;
     const T* key = static_cast<const T*>(x.key) + keys.offset(b, j, kv);
     const T* value = static_cast<const T*>(x.value) + values.offset(b, j, kv);
     double score = 0;

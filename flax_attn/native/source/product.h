@@ -19,6 +19,23 @@ static inline Pair load_pair(const T* x) {
   __builtin_memcpy(&bits, x, sizeof bits);
   return {widen<T>(bits & 0xffff), widen<T>(bits >> 16)};
 }
+static inline Vector load(const int8_t* x) {
+  // From a vector of bytes compilers make several halves.
+#if VECTOR_BYTES == 64
+  return (Vector)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)x)));
+#elif VECTOR_BYTES == 32
+  return (Vector)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)x)));
+#else
+  typedef int8_t Bytes __attribute__((vector_size(WIDTH)));
+  typedef int16_t Shorts __attribute__((vector_size(2 * WIDTH)));
+  Bytes y;
+  __builtin_memcpy(&y, x, sizeof y);
+  const Shorts wide = __builtin_convertvector(y, Shorts);
+  return __builtin_convertvector(__builtin_convertvector(wide, Ints), Vector);
+#endif
+}
+static inline Pair load_pair(const int8_t* x) { return {load(x), load(x + WIDTH)}; }
+static inline float read(const int8_t* x) { return *x; }
 static inline void store(float* x, const Pair& y) {
   store(x, y.first);
   store(x + WIDTH, y.second);
@@ -27,7 +44,7 @@ static inline void store(float* x, const Pair& y) {
 // Where `load_pair` and `store` put number i.
 template <typename T>
 static inline int64_t place(int64_t i) {
-  return sizeof(T) == 4 ? i : i / PAIR * PAIR + i % 2 * WIDTH + i % PAIR / 2;
+  return sizeof(T) != 2 ? i : i / PAIR * PAIR + i % 2 * WIDTH + i % PAIR / 2;
 }
 
 // x (m, x_row apart) @ a part of the matrix.
@@ -161,7 +178,7 @@ static float* scratch(int64_t size) {
   return *kept;
 }
 
-template <typename T, typename Result>
+template <typename Number, typename T, typename Result>
 static void multiply_few(const MatrixProduct& p, Pool& pool) {
   // A task has a chunk of the results, and where these are few only a part of the sum.
   const int64_t tasks = 4 * (pool.threads() + 1), padded = round_up(p.d_out, PAIR);
@@ -173,7 +190,7 @@ static void multiply_few(const MatrixProduct& p, Pool& pool) {
   float* const sums = scratch(parts * p.m * padded + p.m * p.d_in);
   float* const x = sums + parts * p.m * padded;
   for (int64_t i = 0; i < p.m; ++i)
-    copy_row(static_cast<const T*>(p.x) + i * p.d_in, x + i * p.d_in, p.d_in, p.transposed);
+    copy_row(static_cast<const Number*>(p.x) + i * p.d_in, x + i * p.d_in, p.d_in, p.transposed);
   parallel_for(pool, parts * chunks, p.m * p.d_in * p.d_out, [&](int, int64_t task) {
     const int64_t col = task % chunks * cols, count = std::min(cols, p.d_out - col);
     float* const to = sums + task / chunks * p.m * padded + col;

@@ -132,6 +132,52 @@ static inline Sight sight_of(const Attention& x, int64_t b, const Range& range, 
   return all ? Sight::all : Sight::some;
 }
 
+// Of a dense mask: -1 where it lets one of WIDTH keys be seen, from these on, of which there are `count`.
+typedef int8_t Bytes __attribute__((vector_size(WIDTH)));
+static inline Bytes dense_bytes(const uint8_t* keys, int64_t count) {
+  Bytes bytes{};
+  if (count >= WIDTH)
+    __builtin_memcpy(&bytes, keys, sizeof bytes);
+  else if (count > 0)
+    std::copy_n(keys, count, reinterpret_cast<uint8_t*>(&bytes));
+  return bytes != 0;
+}
+static inline Ints dense_lanes(const uint8_t* keys, int64_t count) {
+  return __builtin_convertvector(dense_bytes(keys, count), Ints);
+}
+static inline bool any(Bytes x) {
+  int8_t bits = 0;
+  for (int i = 0; i < WIDTH; ++i) bits |= x[i];
+  return bits != 0;
+}
+
+// What a dense mask leaves of the sight that queries [begin, end) of heads [head, heads) have of the keys [first, last),
+// which are narrowed, in steps, to those that one of the queries sees.
+static inline Sight narrow(const Attention& x, int64_t b, int64_t head, int64_t heads, int64_t begin, int64_t end,
+                           int64_t step, int64_t& first, int64_t& last, Sight sight) {
+  if (!x.dense || sight == Sight::none) return sight;
+  heads = x.dense_head ? heads : head + 1;
+  end = x.dense_query ? end : begin + 1;
+  int64_t least = last, most = first;
+  bool all = true;
+  for (int64_t j = first; j < std::min(last, x.s); j += WIDTH) {
+    Bytes one{}, every = ~Bytes{};
+    for (int64_t n = head; n < heads; ++n)
+      for (int64_t i = begin; i < end; ++i) {
+        const Bytes seen = dense_bytes(x.dense_keys(b, n, i) + j, x.s - j);
+        one |= seen;
+        every &= seen;
+      }
+    all &= !any(~every);
+    if (!any(one)) continue;
+    least = std::min(least, j);
+    most = j + WIDTH;
+  }
+  first = std::max(first, round_down(least, step));
+  last = std::min(last, round_up(most, step));
+  return first >= last ? Sight::none : all ? sight : Sight::some;
+}
+
 // Copies of the keys and values of a call, `padded` of each head: read in place, rows that are far apart would share few
 // sets of the cache.
 struct Keys {

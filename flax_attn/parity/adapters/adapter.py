@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from flax_attn.parity.training import TrainingSpec
 
 Arrays = dict[str, np.ndarray]
+# In "statistics", modules are in train mode without dropout, and what they keep is returned, too.
+Mode = Literal["eval", "train", "statistics"]
 Shape = tuple[int, ...]
 
 
@@ -54,7 +56,8 @@ class RunSpec:
         inputs: input arrays by name, in the order of the call.
         extras: arguments of the call beside the inputs: `lengths`, `dropout_key`.
         dtype: dtype that floating inputs and all parameters are cast to.
-        train: whether the module is in train mode.
+        mode: mode of the module; in `"statistics"` the running statistics, as the run leaves them,
+            are outputs by `kept_name`.
         cotangents: cotangents of the outputs, for gradients; None computes outputs alone.
         tangents: tangents of parameters and inputs, for directional derivatives of the gradients.
         eager: whether JAX runs without `jax.jit`.
@@ -70,7 +73,7 @@ class RunSpec:
     inputs: Arrays
     extras: Mapping[str, np.ndarray] = field(default_factory=dict)
     dtype: str = "float64"
-    train: bool = False
+    mode: Mode = "eval"
     cotangents: Arrays | None = None
     tangents: Arrays | None = None
     eager: bool = False
@@ -140,6 +143,16 @@ class Adapter(Protocol):
     def train(self, spec: TrainingSpec) -> Arrays:
         """Train a copy; return the final parameters, and the losses as `loss`."""
         ...
+
+
+def kept_name(statistic: str) -> str:
+    """Return the name of the output that holds a running statistic after a run.
+
+    Example:
+        >>> kept_name("norm.running_var")
+        'norm.running_var after the call'
+    """
+    return f"{statistic} after the call"
 
 
 def is_floating(array: Any) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +14,13 @@ import optax
 from flax_attn.convert.rules import Entry
 from flax_attn.parity.adapters.adapter import (
     Arrays,
+    Mode,
     Result,
     RunSpec,
     dtypes,
     float64,
     is_floating,
+    kept_name,
     rounding_factors,
 )
 from flax_attn.parity.adapters.jax_parts import take_apart
@@ -57,8 +59,8 @@ class JaxAdapter(ModuleAdapter):
     ):
         self.module, self.entries = module, list(entries)
         self.device, self._place = device, place
-        parts = take_apart(module)
-        self._modes = {False: parts, True: take_apart(module, train=True)}
+        self._modes = {mode: take_apart(module, mode) for mode in get_args(Mode)}
+        parts = self._modes["eval"]
         self._params: dict[str, Any] = dict(parts.params)
         self._statistics: dict[str, Any] = dict(parts.statistics)
         super().__init__(parts.call, call, cached_call, positional)
@@ -85,9 +87,9 @@ class JaxAdapter(ModuleAdapter):
             own = self._params if entry.ours[0] in self._params else self._statistics
             own.update(entry.split(weights[entry.theirs]))
 
-    def built(self, train: bool = False, dtype: str = "float64") -> Any:
+    def built(self, mode: Mode = "eval", dtype: str = "float64") -> Any:
         """Return the module with its parameters, in a dtype."""
-        return self._build(self.arrays(self._params, dtype), self._state(train, dtype), train)
+        return self._build(self.arrays(self._params, dtype), self._state(mode, dtype), mode)
 
     @property
     def tensors(self) -> dict[str, Any]:
@@ -96,8 +98,8 @@ class JaxAdapter(ModuleAdapter):
 
     def built_of(self, tensors: Mapping[str, jax.Array]) -> Any:
         """Return the module in eval mode with these parameters and running statistics."""
-        _, rest = self._state(False, "float64")
-        return self._modes[False].build(tensors, rest)
+        _, rest = self._state("eval", "float64")
+        return self._modes["eval"].build(tensors, rest)
 
     def arrays(self, arrays: Mapping[str, Any], dtype: str = "float64") -> dict[str, jax.Array]:
         """Return inputs or parameters as JAX arrays, floating ones cast."""
@@ -115,23 +117,23 @@ class JaxAdapter(ModuleAdapter):
         """Return the jaxpr of what a float64 run compiles, and the arrays that it takes."""
         arguments = self.arguments(spec)
         if spec.cotangents is None:
-            run = partial(self._outputs, train=spec.train)
+            run = partial(self._outputs, mode=spec.mode)
         else:
             arguments = *arguments, self.arrays(spec.cotangents)
-            run = partial(self._with_gradients, train=spec.train)
+            run = partial(self._with_gradients, mode=spec.mode)
         return jax.make_jaxpr(run)(*arguments), jax.tree.leaves(arguments)
 
     def _run(self, spec: RunSpec) -> Result:
         arguments = self.arguments(spec)
         if spec.cotangents is None:
             before = None if spec.before is None else self.arrays(spec.before, spec.dtype)
-            outputs = self._forward(spec)(*arguments, spec.train, spec.cached, before)
-            return Result(float64(outputs), dtypes=dtypes(outputs))
+            outputs = self._forward(spec)(*arguments, spec.mode, spec.cached, before)
+            return Result(self._named(outputs), dtypes=dtypes(outputs))
         cotangents = self.arrays(spec.cotangents, spec.dtype)
         if spec.tangents is None:
             run = self._rounded_gradients if spec.rounded_sums else self._gradients
-            outputs, gradients = run(*arguments, cotangents, train=spec.train)
-            return Result(float64(outputs), self._all(*gradients), dtypes=dtypes(outputs))
+            outputs, gradients = run(*arguments, cotangents, mode=spec.mode)
+            return Result(self._named(outputs), self._all(*gradients), dtypes=dtypes(outputs))
         along = self._tangents(spec.tangents, *arguments[:2])
         second = self._second(*arguments, cotangents, along)
         return Result({}, second=self._all(*second))
@@ -140,9 +142,9 @@ class JaxAdapter(ModuleAdapter):
         """Return the jaxpr of a compiled run; where that has run, nothing is traced again."""
         arguments = self.arguments(spec)
         if spec.cotangents is None:
-            return self._compiled.trace(*arguments, spec.train, spec.cached).jaxpr
+            return self._compiled.trace(*arguments, spec.mode, spec.cached).jaxpr
         cotangents = self.arrays(spec.cotangents, spec.dtype)
-        return self._gradients.trace(*arguments, cotangents, train=spec.train).jaxpr
+        return self._gradients.trace(*arguments, cotangents, mode=spec.mode).jaxpr
 
     def arguments(self, spec: RunSpec) -> tuple[Any, Any, Any, Any]:
         """Return what a run is given: parameters, inputs, other state and extras."""
@@ -152,20 +154,20 @@ class JaxAdapter(ModuleAdapter):
             own = _round_stochastically(own, factors)
             inputs = _round_stochastically(inputs, factors)
         params = self.arrays(own, spec.dtype)
-        state = self._state(spec.train, spec.dtype)
+        state = self._state(spec.mode, spec.dtype)
         return params, self.arrays(inputs, spec.dtype), state, _extras(spec.extras)
 
     def train(self, spec: TrainingSpec) -> Arrays:
         """Train a copy; return the final parameters by shared names, and the losses as `loss`."""
         params = self.arrays(self._params)
-        state = self._state(spec.train, "float64")
+        state = self._state(spec.mode, "float64")
         inputs = self.arrays(spec.inputs)
         zeros = self.arrays({name: np.zeros_like(value) for name, value in spec.targets.items()})
         fit, update, optimizer_state = self._training_step(spec, params)
         losses = []
         for key in spec.keys:
             extras = _extras({**spec.extras, "dropout_key": key})
-            run = partial(self._gradients, params, inputs, state, extras, train=spec.train)
+            run = partial(self._gradients, params, inputs, state, extras, mode=spec.mode)
             # One compiled program gives the outputs first, then the gradients of their loss.
             outputs, _ = run(zeros)
             loss, cotangents = fit(outputs)
@@ -208,20 +210,38 @@ class JaxAdapter(ModuleAdapter):
 
         return fit, update, compiled(optimizer.init)(kept(params))
 
-    def _build(self, params, state, train: bool) -> Any:
+    def _build(self, params, state, mode: Mode) -> Any:
         statistics, rest = state
-        return self._modes[train].build({**params, **statistics}, rest)
+        return self._modes[mode].build({**params, **statistics}, rest)
 
     def _outputs(
-        self, params, inputs, state, extras, train: bool, cached: bool = False, before: Any = None
+        self, params, inputs, state, extras, mode: Mode, cached: bool = False, before: Any = None
     ) -> dict[str, Any]:
-        module = self._build(params, state, train)
+        module = self._build(params, state, mode)
         if before is not None:
             self.call(module, before, extras)
-        return self.call(module, inputs, extras, cached)
+        return self._called(module, inputs, extras, mode, cached)
 
-    def _weighted(self, params, floating, inputs, state, extras, cotangents, train: bool):
-        outputs = self._outputs(params, {**inputs, **floating}, state, extras, train)
+    def _called(self, module, inputs, extras, mode: Mode, cached: bool) -> dict[str, Any]:
+        """Return the outputs of a call and, in their mode, the statistics that it leaves."""
+        outputs = self.call(module, inputs, extras, cached)
+        if mode != "statistics":
+            return outputs
+        kept = self._modes[mode].kept(module)
+        return outputs | {kept_name(name): array for name, array in kept.items()}
+
+    def _named(self, outputs: Mapping[str, jax.Array]) -> Arrays:
+        """Return outputs, statistics that a call leaves by their shared names."""
+        arrays = float64(outputs)
+        returned = [own for own in self._statistics if kept_name(own) in arrays]
+        kept = {own: arrays.pop(kept_name(own)) for own in returned}
+        for entry in self.entries:
+            if entry.ours[0] in kept:
+                arrays[kept_name(entry.theirs)] = entry.join(kept)
+        return arrays
+
+    def _weighted(self, params, floating, inputs, state, extras, cotangents, mode: Mode):
+        outputs = self._outputs(params, {**inputs, **floating}, state, extras, mode)
         total = 0
         for name, cotangent in cotangents.items():
             # A module may return an output in another dtype than that of the run.
@@ -239,37 +259,37 @@ class JaxAdapter(ModuleAdapter):
 
     @cached_property
     def _compiled(self) -> Any:
-        return self._compile(self._outputs, static_argnames=("train", "cached"))
+        return self._compile(self._outputs, static_argnames=("mode", "cached"))
 
     @cached_property
     def _optimized(self) -> Callable:
-        return optimized(self._outputs, static_argnames=("train", "cached"))
+        return optimized(self._outputs, static_argnames=("mode", "cached"))
 
     @property
     def _differentiate(self) -> Callable:
         """Gradients of parameters and of floating inputs, and the outputs."""
         return jax.grad(self._weighted, argnums=(0, 1), has_aux=True)
 
-    def _with_gradients(self, params, inputs, state, extras, cotangents, train: bool):
+    def _with_gradients(self, params, inputs, state, extras, cotangents, mode: Mode):
         """Return the outputs, and the gradients of parameters and of floating inputs."""
-        rest = inputs, state, extras, cotangents, train
+        rest = inputs, state, extras, cotangents, mode
         found, outputs = self._differentiate(params, _floating(inputs), *rest)
         return outputs, found
 
     @cached_property
     def _gradients(self) -> Any:
-        return self._compile(self._with_gradients, static_argnames=("train",))
+        return self._compile(self._with_gradients, static_argnames=("mode",))
 
     @cached_property
     def _rounded_gradients(self) -> Any:
         rounded = with_rounded_sums(self._with_gradients)
-        return self._compile(rounded, static_argnames=("train",))
+        return self._compile(rounded, static_argnames=("mode",))
 
     @cached_property
     def _second(self) -> Callable:
         def second(params, inputs, state, extras, cotangents, tangents):
             def gradients(params, floating):
-                rest = inputs, state, extras, cotangents, False
+                rest = inputs, state, extras, cotangents, "eval"
                 return self._differentiate(params, floating, *rest)[0]
 
             # Forward over reverse: it also differentiates kernels with a backward pass of their
@@ -278,11 +298,11 @@ class JaxAdapter(ModuleAdapter):
 
         return self._compile(second)
 
-    def _state(self, train: bool, dtype: str) -> tuple[dict[str, jax.Array], Any]:
+    def _state(self, mode: Mode, dtype: str) -> tuple[dict[str, jax.Array], Any]:
         def cast(x: Any) -> Any:
             return jnp.asarray(x, dtype) if _is_floating(x) else x
 
-        return _cast(self._statistics, dtype), jax.tree.map(cast, self._modes[train].rest)
+        return _cast(self._statistics, dtype), jax.tree.map(cast, self._modes[mode].rest)
 
     def _tangents(self, tangents: Arrays, params, inputs):
         own = {}

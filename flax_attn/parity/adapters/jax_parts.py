@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import linen, nnx
 
 from flax_attn.convert.api import naming
-from flax_attn.parity.adapters.adapter import PairingError
+from flax_attn.parity.adapters.adapter import Mode, PairingError
 from flax_attn.parity.adapters.module_adapter import check_kind
 
 
@@ -24,6 +24,7 @@ class Parts(NamedTuple):
         build: function of one mapping of parameters and statistics, and of the rest, that rebuilds
             the module.
         call: method that calls the module, for its signature.
+        kept: function that returns the running statistics of a module that was built.
     """
 
     params: dict[str, jax.Array]
@@ -31,14 +32,15 @@ class Parts(NamedTuple):
     rest: Any
     build: Callable[[Mapping[str, jax.Array], Any], Any]
     call: Callable
+    kept: Callable[[Any], dict[str, jax.Array]] = lambda module: {}
 
 
-def take_apart(module: Any, train: bool = False) -> Parts:
+def take_apart(module: Any, mode: Mode = "eval") -> Parts:
     """Return the parts of an NNX, bound Linen or Equinox module, or of a plain function.
 
     A function of parameters and inputs, as `apply` of Haiku is, takes its parameters by
     `jax.tree_util.Partial`. The module itself is not changed; the parts are those of a copy in
-    train or in eval mode, where it has modes.
+    this mode, where it has modes.
 
     Raises:
         PairingError: if it is none of these, or a Linen module without variables.
@@ -53,7 +55,7 @@ def take_apart(module: Any, train: bool = False) -> Parts:
     )
     check_kind(module, rule, {"torch": "PyTorch"})
     if isinstance(module, nnx.Module):
-        return _nnx(module, train)
+        return _nnx(module, mode)
     if isinstance(module, linen.Module):
         return _linen(module)
     # A function with its parameters bound.
@@ -61,16 +63,19 @@ def take_apart(module: Any, train: bool = False) -> Parts:
         bound = _arrays(module.args[0], lambda tree: jax.tree_util.Partial(module.func, tree))
         return bound._replace(call=module.func)
     if not jax.tree_util.all_leaves([module]):
-        return _pytree(module, train)
+        return _pytree(module, mode != "eval")
     return Parts({}, {}, {}, lambda arrays, rest: module, module)
 
 
-def _nnx(module: nnx.Module, train: bool) -> Parts:
+def _nnx(module: nnx.Module, mode: Mode) -> Parts:
     copy = nnx.clone(module)
-    if train:
-        copy.train()
-    else:
+    if mode == "eval":
         copy.eval()
+    else:
+        copy.train()
+    if mode == "statistics":
+        # Dropout is off, as in eval mode.
+        copy.set_attributes(deterministic=True, raise_if_not_found=False)
     for _, embed in nnx.iter_modules(copy):
         # This layer alone fixes the dtype of its parameter at construction; here it follows each
         # run's dtype.
@@ -88,7 +93,14 @@ def _nnx(module: nnx.Module, train: bool) -> Parts:
         # Merged into a copy: a Variable can only be changed in the trace that made it.
         return nnx.merge(graph, nnx.from_flat_state(leaves), rest, copy=True)
 
-    parts = Parts({}, {}, rest, build, type(module).__call__)
+    def kept(module: nnx.Module) -> dict[str, jax.Array]:
+        found = {}
+        _, statistics, _ = nnx.split(module, _is_statistic, ...)
+        for path, variable in nnx.to_flat_state(statistics):
+            found.update(_values(variable, names[path]))
+        return found
+
+    parts = Parts({}, {}, rest, build, type(module).__call__, kept)
     for path, variable in variables.items():
         own = parts.statistics if isinstance(variable, nnx.BatchStat) else parts.params
         own.update(_values(variable, names[path]))

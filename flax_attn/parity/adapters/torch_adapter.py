@@ -16,12 +16,15 @@ from flax_attn.parity.adapters.adapter import (
     PairingError,
     Result,
     RunSpec,
+    Untested,
     dtypes,
     float64,
     is_floating,
+    kept_name,
     rounding_factors,
 )
 from flax_attn.parity.adapters.module_adapter import ModuleAdapter, check_kind, output_of
+from flax_attn.parity.adapters.torch_dropout import WithoutDropout
 from flax_attn.parity.adapters.torch_functions import TorchFunctions
 from flax_attn.parity.adapters.torch_rounding import MoreRounding
 from flax_attn.parity.training import TrainingSpec
@@ -107,14 +110,20 @@ class TorchAdapter(ModuleAdapter):
         extras = _extras(spec.extras)
         with ExitStack() as stack:
             # In train mode a module may draw from the stream of the process, which stays as it is.
-            stack.enter_context(torch.random.fork_rng(devices=[], enabled=spec.train))
+            stack.enter_context(torch.random.fork_rng(devices=[], enabled=spec.mode != "eval"))
             stack.enter_context(torch.set_grad_enabled(differentiate))
             stack.enter_context(_kernel(spec.tangents is not None))
             if spec.rounding_seed and spec.dtype == "float64":
                 stack.enter_context(MoreRounding(spec.rounding_seed))
+            if spec.mode == "statistics":
+                stack.enter_context(WithoutDropout())
+            random = torch.get_rng_state()
             if spec.before is not None:
                 self.call(module, _cast(self.arrays(spec.before), kind), extras)
             outputs = self.call(module, _copied(inputs), extras, spec.cached)
+            if spec.mode == "statistics":
+                _check_mode(module, random)
+                outputs |= self._kept(module)
             if not differentiate:
                 return Result(float64(outputs), dtypes=dtypes(outputs))
             return self._gradients(module, inputs, outputs, spec)
@@ -176,7 +185,7 @@ class TorchAdapter(ModuleAdapter):
             return self.module
         # Each run has its own copy: it may change buffers, and is cast.
         module = copy.deepcopy(self.module)
-        module.train(spec.train)
+        module.train(spec.mode != "eval")
         return module if self.frozen else module.requires_grad_(True)
 
     @staticmethod
@@ -187,6 +196,13 @@ class TorchAdapter(ModuleAdapter):
     def _trained(cls, module: Any) -> dict[str, torch.Tensor]:
         parameters = cls._parameters(module)
         return {name: value for name, value in parameters.items() if value.requires_grad}
+
+    @classmethod
+    def _kept(cls, module: Any) -> dict[str, torch.Tensor]:
+        """Return the running statistics by the names of outputs."""
+        own = cls._parameters(module)
+        tensors = cls._tensors(module)
+        return {kept_name(name): tensors[name] for name in tensors if name not in own}
 
     @classmethod
     def _tensors(cls, module: Any) -> dict[str, torch.Tensor]:
@@ -209,6 +225,14 @@ def _round_stochastically(tensors: list[torch.Tensor], spec: RunSpec) -> None:
 
 def _cast(inputs: Tensors, kind: torch.dtype) -> Tensors:
     return {name: x.to(kind) if x.is_floating_point() else x for name, x in inputs.items()}
+
+
+def _check_mode(module: Any, random: torch.Tensor) -> None:
+    """Raise where a call cannot be compared in train mode without dropout."""
+    if isinstance(module, torch.nn.Module) and not module.training:
+        raise Untested("the call of PyTorch leaves train mode by itself")
+    if not torch.equal(torch.get_rng_state(), random):
+        raise Untested("PyTorch draws random numbers in train mode beside those of dropout")
 
 
 def _copied(inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""What is compiled: our backends, and beside them the kernels they wrap, called plainly."""
+"""Our backends, and beside them the kernels that they wrap or rival, called plainly."""
 
 from __future__ import annotations
 

@@ -1,0 +1,106 @@
+"""Each backend on small calls, beside the formula in float64 on a processor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from flax_attn.backends.call import Unsupported
+from flax_attn.bench.calls import ModelCall, forward_and_backward
+from flax_attn.device.calls import CALLS, NAN, drawn, in_dtype
+from flax_attn.device.clock import Clock
+from flax_attn.device.report import Judgement
+from flax_attn.parity import tolerance
+
+DTYPES = ("bfloat16", "float32", "float16")  # in the order in which models use them
+# What was seen is NaN for all that a row reads: only what stands by queries is compared.
+BY_QUERIES = ("output", "query")
+
+Results = Mapping[str, np.ndarray]
+
+
+def judgements(
+    backends: Sequence[str], clock: Clock, share: float, calls: Sequence[ModelCall] = CALLS
+) -> Iterator[Judgement]:
+    """Yield what was found of each backend on each call, until a share of the time is spent.
+
+    The last dtype is the one that may not be reached.
+    """
+    for dtype in DTYPES:
+        for call in calls:
+            judge = Judge(in_dtype(call, dtype))
+            for backend in backends:
+                if clock.over(share):
+                    yield Judgement(backend, call.name, dtype, "not reached")
+                else:
+                    yield judge(backend)
+
+
+class Judge:
+    """Whether backends compute a call as the formula does, within the rule of its dtype.
+
+    The formula in that dtype, on this device and on a processor, says what rounding may do. An
+    error that is too large may be luck: it is drawn a few times.
+    """
+
+    def __init__(self, call: ModelCall):
+        self.call = call
+        self.expected = cache(self._expected)
+
+    def __call__(self, backend: str) -> Judgement:
+        call, dtype = self.call.name, self.call.arrays["query"].dtype.name
+        try:
+            error = self._excess(backend, 0)
+            if not error <= 1:
+                others = [self._excess(backend, seed) for seed in range(1, tolerance.DRAWS)]
+                error = float(np.median([error, *others]))
+        except Unsupported as refusal:
+            return Judgement(backend, call, dtype, "refused", note=str(refusal))
+        except Exception as failure:  # of a compiler or a driver: the others go on
+            note = f"{type(failure).__name__}: {failure}".splitlines()[0]
+            return Judgement(backend, call, dtype, "failed", note=note)
+        return Judgement(backend, call, dtype, "equal" if error <= 1 else "differs", error)
+
+    def _expected(self, seed: int) -> tuple[Results, list[Results]]:
+        """Return the formula in float64, and in the dtype of the call."""
+        arrays, cotangent = drawn(self.call, seed)
+        with jax.default_device(jax.devices("cpu")[0]):
+            plain = [_results("reference", self.call, arrays, cotangent)]
+            with jax.enable_x64(True):
+                wide = jax.tree.map(_wide, (arrays, cotangent))
+                exact = _results("reference", self.call, *wide)
+        if jax.default_backend() != "cpu":
+            plain.append(_results("reference", self.call, arrays, cotangent))
+        return exact, plain
+
+    def _excess(self, backend: str, seed: int) -> float:
+        """Return the largest error over the allowed one; infinite where NaN is in other places."""
+        found = _results(backend, self.call, *drawn(self.call, seed))
+        exact, plain = self.expected(seed)
+        if self.call.name == NAN:
+            exact = {name: exact[name] for name in BY_QUERIES}
+        if any(not np.array_equal(np.isnan(found[x]), np.isnan(exact[x])) for x in exact):
+            return np.inf
+        eps = float(jnp.finfo(self.call.arrays["query"].dtype).eps)
+        output = {"output": exact["output"]}
+        gradients = {name: x for name, x in exact.items() if name != "output"}
+        errors = tolerance.lower_dtype(found, plain, output, tolerance.LOW_FORWARD, eps)
+        errors |= tolerance.lower_dtype(found, plain, gradients, tolerance.LOW_GRADIENT, eps)
+        return max(errors.values())
+
+
+def _wide(x: Any) -> Any:
+    floating = hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)
+    return np.asarray(x, np.float64) if floating else x
+
+
+def _results(backend: str, call: ModelCall, arrays: dict[str, Any], cotangent: Any) -> Results:
+    run = jax.jit(forward_and_backward(call, backend))
+    output, gradients = run(arrays, cotangent)
+    found = {"output": output, **gradients}
+    return {name: np.asarray(x, np.float64) for name, x in found.items()}

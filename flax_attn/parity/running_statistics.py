@@ -1,0 +1,168 @@
+"""The check of train mode without dropout, and of the running statistics that it updates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+from flax import nnx
+
+from flax_attn.parity import tolerance
+from flax_attn.parity.adapters.adapter import (
+    AdapterError,
+    Arrays,
+    NotRun,
+    Result,
+    RunSpec,
+    Untested,
+    is_floating,
+    kept_name,
+)
+from flax_attn.parity.check import Check, worst_of
+from flax_attn.parity.pair import Pair
+
+NAME = "running statistics"
+# Largest spread of a ratio of two updates that is one number.
+SPREAD = 1e-9
+
+
+def running_statistics(pair: Pair) -> Check:
+    """Outputs, gradients and running statistics in train mode with dropout off.
+
+    After one call, and after a second one on other inputs. PyTorch divides the variance that it
+    keeps by n - 1, `nnx.BatchNorm` by n: that difference is named, and is no fault of the port.
+    """
+    spec = _spec(pair)
+    theirs = _of_torch(pair, spec)
+    ours = _of_flax(pair, spec)
+    factors = dict(_factors(pair, ours.outputs, theirs.outputs))
+    compared = [name for name in theirs.outputs if name in ours.outputs and name not in factors]
+    errors = _over_rule(ours, theirs, compared)
+    # A second call shows an average of another kind.
+    before = {name: x / 2 if is_floating(x) else x for name, x in pair.inputs.items()}
+    twice = replace(spec, name=f"{NAME}, twice", before=before, cotangents=None, eager=True)
+    second = _over_rule(*pair.both(twice), compared)
+    # What one call shows is not said again of two.
+    if max(errors.values()) <= 1:
+        errors |= {f"{name}, of two calls": error for name, error in second.items()}
+    reference = pair.shared(theirs.gradients)
+    for name, error in tolerance.gradient_errors(ours.gradients, reference).items():
+        errors[f"gradient of {name}"] = error / tolerance.GRADIENT
+    note = "; ".join(_rates(pair, ours.outputs, theirs.outputs))
+    check = worst_of(NAME, errors, 1.0, note, flax=ours.arrays, torch=theirs.arrays)
+    untested = (*_unbiased(factors), *_not_kept(ours, theirs))
+    return replace(check, covers=("train mode without dropout",), untested=untested)
+
+
+def _spec(pair: Pair) -> RunSpec:
+    extras = dict(pair.extras)
+    # Whoever takes a key drops the same elements on both sides.
+    if pair.takes("dropout_key"):
+        extras["dropout_key"] = pair.key
+    floating = any(is_floating(output) for output in pair.plain.outputs.values())
+    cotangents = pair.cotangents if floating else None
+    return pair.run_spec(NAME, mode="statistics", extras=extras, cotangents=cotangents)
+
+
+def _of_torch(pair: Pair, spec: RunSpec) -> Result:
+    try:
+        theirs = pair.run("torch", spec)
+    # One row has no batch statistics: in train mode PyTorch refuses it.
+    except AdapterError as error:
+        raise Untested(f"train mode: {error}") from None
+    if not _has_changed(pair, theirs, pair.plain.outputs):
+        raise NotRun("dropout aside, train mode of PyTorch changes nothing")
+    return theirs
+
+
+def _of_flax(pair: Pair, spec: RunSpec) -> Result:
+    module = getattr(pair.flax, "module", None)
+    if not isinstance(module, nnx.Module):
+        raise Untested(f"train mode of PyTorch: the {type(module).__name__} of JAX has no .train()")
+    ours = pair.run("flax", spec)
+    if not _has_changed(pair, ours, pair.flax64.outputs):
+        raise Untested(
+            "train mode changes what PyTorch returns or keeps, and nothing in JAX. Pass a call"
+            " that leaves the mode to .train(), which sets use_running_average"
+        )
+    return ours
+
+
+def _has_changed(pair: Pair, result: Result, outputs: Arrays) -> bool:
+    """Whether train mode changes an output or a running statistic by more than rounding."""
+    before = dict(outputs)
+    before |= {kept_name(name): array for name, array in pair.weights.items()}
+    common = {name: before[name] for name in result.outputs if name in before}
+    errors = tolerance.relative(result.outputs, common)
+    return max(errors.values(), default=0.0) > tolerance.FORWARD
+
+
+def _over_rule(ours: Result, theirs: Result, names: list[str]) -> dict[str, float]:
+    errors = tolerance.relative(ours.outputs, {name: theirs.outputs[name] for name in names})
+    return {name: error / tolerance.FORWARD for name, error in errors.items()}
+
+
+def _factors(pair: Pair, ours: Arrays, theirs: Arrays) -> Iterator[tuple[str, float]]:
+    """Yield n / (n - 1) for each running variance of `nnx.BatchNorm` that differs by only that."""
+    momenta = {}
+    for path, layer in nnx.iter_modules(getattr(pair.flax, "module", None)):
+        # A layer derived from it may divide by what it likes.
+        if type(layer) is nnx.BatchNorm:
+            momenta[".".join(map(str, (*path, "var")))] = layer.momentum
+    for entry in pair.entries:
+        name = kept_name(entry.theirs)
+        momentum = momenta.get(entry.ours[0])
+        if momentum is None or name not in ours or name not in theirs:
+            continue
+        old = momentum * pair.weights[entry.theirs]
+        factor = _ratio(theirs[name] - old, ours[name] - old)
+        count = factor / (factor - 1) if factor > 1 else 0.0
+        if count and abs(count - round(count)) < SPREAD * count**2:
+            yield name, factor
+
+
+def _ratio(first: np.ndarray, second: np.ndarray) -> float:
+    """Return the ratio of two updates if it is the same in all channels, else 0.
+
+    Example:
+        >>> _ratio(np.array([2.5, 5.0]), np.array([2.0, 4.0]))
+        1.25
+    """
+    if first.shape != second.shape or not second.size or not second.all():
+        return 0.0
+    ratios = first / second
+    middle = float(np.median(ratios))
+    return middle if np.ptp(ratios) <= SPREAD * abs(middle) else 0.0
+
+
+def _rates(pair: Pair, ours: Arrays, theirs: Arrays) -> Iterator[str]:
+    """Yield how much further JAX moves each running mean, where it moves it the same way."""
+    for entry in pair.entries:
+        name = kept_name(entry.theirs)
+        if name not in ours or name not in theirs or not entry.theirs.endswith("mean"):
+            continue
+        old = pair.weights[entry.theirs]
+        rate = _ratio(ours[name] - old, theirs[name] - old)
+        if rate and abs(rate - 1) > SPREAD:
+            yield (
+                f"JAX moves {entry.theirs} {rate:.4g} times as far as PyTorch: momentum in Flax is"
+                " 1 - momentum in PyTorch"
+            )
+
+
+def _unbiased(factors: dict[str, float]) -> Iterator[str]:
+    for name, factor in factors.items():
+        statistic = name.removesuffix(kept_name(""))
+        yield (
+            f"{statistic} as equal: nnx.BatchNorm divides the variance of a batch by n, PyTorch by"
+            f" n - 1, so PyTorch adds {factor:.4g} times as much here; no argument changes that"
+        )
+
+
+def _not_kept(ours: Result, theirs: Result) -> Iterator[str]:
+    """Yield the statistics that PyTorch keeps, and JAX does not share."""
+    missing = [name for name in theirs.outputs if name not in ours.outputs]
+    if missing:
+        statistics = ", ".join(name.removesuffix(kept_name("")) for name in missing)
+        yield f"updates of {statistics}: what JAX keeps for them is not known"

@@ -1,0 +1,126 @@
+"""Arrays that are the causal mask whatever the inputs are, and those that are not."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen, nnx
+
+from flax_attn import everywhere
+from flax_attn.everywhere.known_masks import with_known
+from flax_attn.functional.mask_parts import Causal, Dense
+from flax_attn.functional.masks import Mask
+
+T = 5
+CAUSAL = np.tril(np.ones((T, T), bool))
+PADDING = np.array([1, 1, 1, 1, 0], bool)
+
+
+def kinds(mask, t=T, s=T):
+    """Return the kinds of the parts that a mask becomes."""
+    return [type(part) for part in with_known(Mask.dense(mask), t, s).parts]
+
+
+MAKERS = {
+    "nnx": lambda x: nnx.make_causal_mask(x) != 0,
+    "linen": lambda x: linen.make_causal_mask(x).astype(bool),
+    "tril": lambda x: jnp.tril(jnp.ones((T, T), bool)),
+    "index": lambda x: jnp.arange(T)[:, None] >= jnp.arange(T),
+    "constant": lambda x: jnp.asarray(CAUSAL)[None],
+    "scores": lambda x: jnp.where(jnp.asarray(CAUSAL), 0.0, -1e9) == 0,
+}
+
+
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+@pytest.mark.parametrize("transform", [lambda f: f, jax.jit, jax.checkpoint, jax.vmap])
+def test_a_causal_array_is_known(make, transform):
+    found = []
+
+    def run(x):
+        found.append(kinds(make(x)))
+        return x
+
+    x = jnp.ones((3, 2, T) if transform is jax.vmap else (2, T))
+    transform(run)(x)
+    assert found == [[Causal]]
+
+
+def test_it_is_known_inside_a_scan_that_closes_over_it():
+    found = []
+
+    def body(x, _):
+        found.append(kinds(mask))
+        return x, None
+
+    @jax.jit
+    def run(x):
+        nonlocal mask
+        mask = jnp.tril(jnp.ones((T, T), bool))
+        return jax.lax.scan(body, x, None, 2)[0]
+
+    mask = None
+    run(jnp.ones(()))
+    assert set(map(tuple, found)) == {(Causal,)}
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        np.triu(np.ones((T, T), bool)),
+        np.ones((T, T), bool),
+        np.tril(np.ones((T, T), bool), -1),
+        np.where(np.arange(T * T).reshape(T, T) == 5, False, CAUSAL),
+    ],
+)
+def test_another_constant_stays_an_array(other):
+    assert kinds(other) == [Dense]
+    found = []
+    jax.jit(lambda x: found.append(kinds(jnp.asarray(other))) or x)(1.0)
+    assert found == [[Dense]]
+
+
+def test_an_array_that_depends_on_inputs_stays_one():
+    found = []
+    jax.jit(lambda mask: found.append(kinds(mask)) or mask)(CAUSAL)
+    jax.jit(lambda x: found.append(kinds(jnp.tril(jnp.ones((T, T)) * x) != 0)) or x)(1.0)
+    assert found == [[Dense], [Dense]]
+
+
+def test_rows_that_count_from_elsewhere_are_not_causal():
+    assert kinds(CAUSAL[-1:], t=1) == [Dense]
+    assert kinds(CAUSAL[:3], t=3) == [Causal]
+
+
+def test_a_causal_half_is_taken_out_of_a_conjunction():
+    found = []
+
+    @jax.jit
+    def run(padding):
+        mask = jnp.logical_and(padding[:, None, None, :], jnp.asarray(CAUSAL))
+        known = with_known(Mask.dense(mask), T, T)
+        found.append([type(part) for part in known.parts])
+        return known.materialise(1, 1, T, T)
+
+    np.testing.assert_array_equal(run(PADDING[None])[0, 0], CAUSAL & PADDING)
+    assert found == [[Dense, Causal]]
+
+
+def test_a_causal_array_costs_what_a_causal_mask_costs():
+    layer = nnx.MultiHeadAttention(2, 8, decode=False, rngs=nnx.Rngs(0))
+    x = jax.random.normal(jax.random.key(0), (2, 64, 8))
+
+    @jax.jit
+    def run(x):
+        return layer(x, mask=nnx.make_causal_mask(x[..., 0]))
+
+    expected = run(x)
+    with everywhere() as report:
+        np.testing.assert_allclose(run(x), expected, atol=1e-6)
+        layer(x, is_causal=True)
+    by_array, by_flag = report.taken
+    assert (by_array.backend, by_array.after) == (by_flag.backend, by_flag.after)
+
+
+def test_it_is_known_where_ranks_are_not_promoted():
+    with jax.numpy_rank_promotion("raise"):
+        assert kinds(CAUSAL[None, None]) == [Causal]

@@ -1,0 +1,109 @@
+"""Models with matrices in 8 bits: how far their logits are, and how they are made and refused."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from flax_attn import GPT2, GPT2Config, Linear, Llama, LlamaConfig, QuantizedLinear, set_backend
+from flax_attn.models import from_pretrained, generate, quantize
+from flax_attn.native import choose_level, levels, library
+from flax_attn.native.int8_product import int8_product
+
+SIZES = [(1, 1, 1), (2, 3, 5), (5, 31, 17), (8, 32, 64), (15, 33, 65), (16, 65, 127), (3, 200, 130)]
+GPT = GPT2Config(48, 4, 2, context_length=64, vocab_size=97)
+LLAMA = LlamaConfig(64, 96, num_heads=4, num_layers=2, num_kv_heads=2, vocab_size=97)
+
+
+@pytest.fixture
+def every_level():
+    yield levels()
+    choose_level(levels()[0])
+
+
+@pytest.mark.skipif(library() is None, reason="the library was not built")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_the_native_product_is_exact_to_rounding(sizes, dtype, every_level):
+    m, d_in, d_out = sizes
+    rng = np.random.default_rng(d_out)
+    x = jnp.asarray(rng.normal(size=(m, d_in)), dtype)
+    matrix = rng.integers(-127, 128, (d_in, d_out))
+    wide = np.asarray(x, np.float64)
+    # Each of d_in sums rounds once, each product at most once.
+    bound = (d_in + 1) * 2.0**-23 * (np.abs(wide) @ np.abs(matrix))
+    for level in every_level:
+        choose_level(level)
+        found = int8_product(x, jnp.asarray(matrix, jnp.int8))
+        assert (np.abs(found - wide @ matrix) <= bound).all(), level
+
+
+@pytest.mark.skipif(library() is None, reason="the library was not built")
+def test_numbers_that_are_not_finite_reach_their_row_only(every_level):
+    x = jnp.ones((4, 40)).at[1, 3].set(jnp.nan).at[2, 5].set(-jnp.inf).at[3, 0].set(3.4e38)
+    for level in every_level:
+        choose_level(level)
+        found = np.asarray(int8_product(x, jnp.ones((40, 70), jnp.int8)))
+        assert (found[0] == 40).all(), level
+        assert np.isnan(found[1]).all(), level
+        assert (found[2] == -np.inf).all(), level
+        assert np.isfinite(found[3]).all(), level
+
+
+@pytest.mark.parametrize("m", [3, 40])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_backends_agree_and_differentiate(m, dtype):
+    layer = Linear(24, 9, rngs=nnx.Rngs(0), param_dtype=dtype)
+    holder = nnx.List([QuantizedLinear(layer.kernel[...], layer.bias[...])])
+    x = jax.random.normal(jax.random.key(1), (m, 24), dtype)
+    native = holder[0]
+    pull = jax.grad(lambda x: jnp.sin(native(x).astype("float32")).sum())
+    found, gradient = native(x), pull(x)
+    native.dot_general = jax.lax.dot_general
+    tolerance = {"rtol": 0, "atol": 1e-5 if dtype == "float32" else 2e-2}
+    np.testing.assert_allclose(found, native(x), **tolerance)
+    np.testing.assert_allclose(gradient, pull(x), **tolerance)
+    assert found.dtype == dtype
+
+
+@pytest.mark.parametrize(("cls", "config"), [(GPT2, GPT), (Llama, LLAMA)])
+def test_logits_are_near_those_of_float32(cls, config):
+    model = cls(config, rngs=nnx.Rngs(0))
+    model.eval()
+    tokens = jnp.arange(40).reshape(2, 20)
+    whole = model(tokens)
+    quantize(model)
+    error = jnp.max(jnp.abs(model(tokens) - whole)) / jnp.max(jnp.abs(whole))
+    # A weight is off by scale / sqrt(12) in the mean, 1 / 440 of the largest of its column.
+    assert 1e-4 < error < 0.02
+    graph, state = nnx.split(model)
+    compiled = jax.jit(lambda state: nnx.merge(graph, state)(tokens))(state)
+    np.testing.assert_allclose(compiled, model(tokens), rtol=0, atol=1e-5)
+    assert len(generate(model, [1, 2, 3], max_new_tokens=4)) == 4
+
+
+def test_a_folder_is_loaded_in_8_bits(tmp_path):
+    model = GPT2(GPT, rngs=nnx.Rngs(0))
+    model.save_pretrained(tmp_path)
+    loaded = from_pretrained(tmp_path, weights="int8")
+    quantize(model)
+    model.eval()
+    tokens = jnp.arange(20).reshape(2, 10)
+    np.testing.assert_array_equal(loaded(tokens), model(tokens))
+    set_backend(loaded, "reference")
+    np.testing.assert_allclose(loaded(tokens), model(tokens), rtol=0, atol=1e-5)
+    with pytest.raises(ValueError, match="save_pretrained writes weights as floats"):
+        loaded.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="got scan_layers"):
+        from_pretrained(tmp_path, weights="int8", scan_layers=True)
+    with pytest.raises(ValueError, match="weights must be"):
+        from_pretrained(tmp_path, weights="int4")
+    mesh = jax.make_mesh((1,), ("data",))
+    with pytest.raises(ValueError, match="got a mesh"):
+        from_pretrained(tmp_path, weights="int8", mesh=mesh)
+
+
+def test_stacked_layers_are_refused():
+    with pytest.raises(ValueError, match="whose layers are stacked"):
+        quantize(GPT2(GPT, scan_layers=True, rngs=nnx.Rngs(0)))
