@@ -202,3 +202,17 @@ def test_a_prompt_that_is_no_text_is_bad_usage(folder, capsys):
     arguments = ["generate", "--model", str(folder), "--no-compile-cache", "--prompt"]
     assert main([*arguments, "\udcff"]) == 64
     assert "--prompt must be text in UTF-8; " in capsys.readouterr().err
+
+
+def test_matrices_in_8_bits(folder, capsys, monkeypatch):
+    loaded = []
+
+    def load(*arguments, **options):
+        loaded.append(from_pretrained(*arguments, **options))
+        return loaded[0]
+
+    monkeypatch.setattr("flax_attn.models.from_pretrained", load)
+    options = ["--max-new-tokens", "3", "--no-compile-cache", "--weights", "int8"]
+    assert main(["generate", "--model", str(folder), "--prompt", "a b", *options]) == 0
+    assert len(capsys.readouterr().out.split()) == 3
+    assert type(loaded[0].out_head).__name__ == "QuantizedLinear"

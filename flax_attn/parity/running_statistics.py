@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from typing import Any
+
 import numpy as np
 from flax import nnx
 
@@ -106,7 +108,8 @@ def _over_rule(ours: Result, theirs: Result, names: list[str]) -> dict[str, floa
 def _factors(pair: Pair, ours: Arrays, theirs: Arrays) -> Iterator[tuple[str, float]]:
     """Yield n / (n - 1) for each running variance of `nnx.BatchNorm` that differs by only that."""
     momenta = {}
-    for path, layer in nnx.iter_modules(getattr(pair.flax, "module", None)):
+    module: Any = getattr(pair.flax, "module", None)
+    for path, layer in nnx.iter_modules(module):
         # A layer derived from it may divide by what it likes.
         if type(layer) is nnx.BatchNorm:
             momenta[".".join(map(str, (*path, "var")))] = layer.momentum

@@ -133,7 +133,7 @@ MASKS = {
     ),
     "array": lambda t, s: Mask.dense(np.tri(t, s, s - t, bool)),
     "arrays": lambda t, s: (
-        Mask.dense(np.random.default_rng(0).random((4, t, s)) < 0.3)
+        Mask.dense(np.random.default_rng(0).random((2, t, s)) < 0.3)
         & Mask.dense(np.arange(s)[None, None, None] < np.array([s, s // 2])[:, None, None, None])
     ),
 }
