@@ -5,7 +5,6 @@ import os
 import signal
 import sys
 import threading
-from importlib import import_module
 from pathlib import Path
 
 import jax
@@ -31,7 +30,6 @@ def _reused(make):
 
 
 sys.path.append(str(Path(__file__).parent))  # `tools`, `field` and `tests` are not installed
-jaxtyping.jaxtyped = import_module("tests.type_checks").jaxtyped
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_num_cpu_devices", 8)  # simulated, for what lies on a mesh
