@@ -49,7 +49,8 @@ class QuantizedLinear(TypedModule):
                 f" got {tuple(matrix.shape)}. Pass the transposed weight of one layer"
             )
         self.d_in, self._dtype = len(matrix), matrix.dtype
-        wide = matrix.detach().T.to(accumulation_dtype(matrix.dtype))
+        dtype = accumulation_dtype(matrix.dtype)
+        wide = matrix.detach().T.to(dtype)
         largest = wide.abs().amax(dim=1)
         # A column of zeros stays one.
         scale = torch.where(largest == 0, 1, largest / 127)
@@ -66,7 +67,11 @@ class QuantizedLinear(TypedModule):
         check_width("x", x, "d_in", self.d_in)
         dtype = torch.promote_types(x.dtype, self.result_dtype)
         wide = accumulation_dtype(dtype)
-        found = x.to(wide) @ self.weight.to(wide).T * self.scale.to(wide)
+        # The scale of a column multiplies its sum, not each of its numbers.
+        matrix = self.weight.to(wide).T
+        sums = x.to(wide) @ matrix
+        found = sums * self.scale.to(wide)
         if self.bias is not None:
+            # Added before the one rounding of the result.
             found = found + self.bias.to(wide)
         return found.to(dtype)
