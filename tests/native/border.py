@@ -95,8 +95,8 @@ def attention(draw: Draw) -> Border:
     keys = (k, s) if first else (s, k)
     segments = [(t, s), (0, 0)][draw.one(0, 1)]
     rows = draw.one(batch, (*batch[:-1], 1))
-    dense = draw.one((draw.one(1, n), draw.one(1, t), s), (0, 0, 0))
-    visible = draw.random.random((*rows, *dense)) < 0.5
+    visible = draw.random.random((*rows, draw.one(1, n), draw.one(1, t), s)) < 0.5
+    dense = draw.one({"dense": Array("bool", visible.shape, visible)}, {})
     arrays = {
         "query": draw.normal(dtype, *batch, t, n, h),
         "key": draw.normal(dtype, *batch, *keys, h),
@@ -106,7 +106,6 @@ def attention(draw: Draw) -> Border:
         "stop": draw.ends(s, *batch, t),
         "query_segment": draw.ids(0, 2, *batch, segments[0]),
         "key_segment": draw.ids(0, 2, *batch, segments[1]),
-        "dense": Array("bool", visible.shape, visible),
     }
     rows = Array("float32", (*batch, n, t))
     few = draw.one(False, True)
@@ -117,7 +116,7 @@ def attention(draw: Draw) -> Border:
         "soft_cap": np.float32(draw.one(0, 2)),
         "heads_first": first,
     }
-    forward = Border("attention_forward", arrays, results, options | {"few": few})
+    forward = Border("attention_forward", arrays | dense, results, options | {"few": few})
     if draw.one(False, True):
         return replace(forward, options=forward.options | {"differentiated": draw.one(False, True)})
     found = attend(forward, "float64")
@@ -127,7 +126,7 @@ def attention(draw: Draw) -> Border:
     arrays["cotangent"] = draw.normal(dtype, *batch, t, n, v)
     shapes = {"d_query": (t, n, h), "d_key": (s, k, h), "d_value": (s, k, v)}
     gradients = {name: Array(dtype, (*batch, *shape)) for name, shape in shapes.items()}
-    return Border("attention_backward", arrays, gradients | {"delta": rows}, options)
+    return Border("attention_backward", arrays | dense, gradients | {"delta": rows}, options)
 
 
 def matrix_product(draw: Draw) -> Border:
@@ -178,7 +177,8 @@ def change(draw: Draw, call: Border) -> Border:
         return call
     name = draw.one(*arrays)
     changed = arrays | {name: other_array(draw, arrays[name])}
-    if draw.one(*[False] * 7, True):
+    # A call without its dense mask is another one that is right, with the sums of the first.
+    if name != "dense" and draw.one(*[False] * 7, True):
         changed.pop(name)
     return replace(call, **{side: changed})
 

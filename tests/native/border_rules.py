@@ -73,7 +73,7 @@ def scores_of(call: Border, dtype: str) -> tuple[np.ndarray, ...]:
     if x["key_segment"].shape[-1]:
         visible &= x["query_segment"].values[..., None] == x["key_segment"].values[..., None, :]
     visible = visible[..., None, :, :]
-    if x["dense"].shape[-1]:
+    if "dense" in x:
         visible = visible & x["dense"].values
     return query, key, value, scores, visible
 
@@ -156,17 +156,22 @@ def right_attention(call: Border) -> bool:
         x["query_segment"].is_("int32", *batch, t if segments else 0),
         x["key_segment"].is_("int32", *batch, s if segments else 0),
     ]
-    if len(x["dense"].shape) != len(batch) + 3:
-        return False
-    *leading, heads, queries, _ = x["dense"].shape
-    leading_fit = leading[:-1] == batch[:-1] and leading[-1] in (1, batch[-1])
-    sizes_fit = heads in (1, n) and queries in (1, t)
-    sizes = (heads, queries, s) if sizes_fit else (0, 0, 0)
-    own += [leading_fit, x["dense"].is_("bool", *leading, *sizes)]
+    if "dense" in x:
+        own.append(right_dense(x["dense"], batch, n, t, s))
     made = {"d_query": (t, n, h), "d_key": (s, k, h), "d_value": (s, k, v)}
     own += [y[name].is_(dtype, *batch, *shape) for name, shape in made.items() if name in y]
     own += [one.is_("float32", *batch, n, t) for one in rows]
     return all(ranges + own + outputs)
+
+
+def right_dense(dense: Array, batch: list[int], n: int, t: int, s: int) -> bool:
+    """Return whether a dense mask fits a call."""
+    if len(dense.shape) != len(batch) + 3:
+        return False
+    *leading, heads, queries, _ = dense.shape
+    leading_fit = leading[:-1] == batch[:-1] and leading[-1] in (1, batch[-1])
+    sizes_fit = heads in (1, n) and queries in (1, t)
+    return leading_fit and sizes_fit and dense.is_("bool", *leading, heads, queries, s)
 
 
 def right_product(call: Border) -> bool:

@@ -82,12 +82,12 @@ inline Run run(const Problem& x, Type type, bool by_heads, const flax_attn::Kern
                                   x.dense_n * x.dense_t * x.s, x.dense_n == 1 ? 0 : x.dense_t * x.s,
                                   x.dense_t == 1 ? 0 : x.s};
   const auto forward = [&](bool few) {
-    kernels.forward({call, output.data(), top.data(), total.data(), few, false, false}, pool);
+    kernels.forward({call, output.data(), top.data(), total.data(), few, false}, pool);
     return output.numbers();
   };
   const Numbers few = forward(true), many = forward(false);
   std::vector<float> unrounded(x.cotangent.size());
-  kernels.forward({call, unrounded.data(), top.data(), total.data(), false, true, true}, pool);
+  kernels.forward({call, unrounded.data(), top.data(), total.data(), false, true}, pool);
   kernels.backward({call, unrounded.data(), cotangent.data(), top.data(), total.data(), d_query.data(), d_key.data(),
                     d_value.data(), delta.data(), true}, pool);
   return {few, many, Numbers(unrounded.begin(), unrounded.end()), d_query.numbers(), d_key.numbers(), d_value.numbers(), Numbers(delta.begin(), delta.end())};

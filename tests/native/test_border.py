@@ -20,8 +20,8 @@ ATTENTION = {
     "stop": "int32 2 3",
     "query_segment": "int32 2 3",
     "key_segment": "int32 2 5",
-    "dense": "bool 1 4 1 5",
 }
+DENSE = {"dense": "bool 1 4 1 5"}  # behind all others, where there is one
 ROWS, OUTPUT = "float32 2 4 3", "float32 2 3 4 7"
 SCORES = {"scale": np.float32(0.5), "soft_cap": np.float32(0), "heads_first": False}
 CALLS = {  # arrays, results, options
@@ -81,7 +81,7 @@ BOTH = {
     "stop must be int32, and (..., b, t)": {"stop": "uint32 2 3"},
     "query_segment must be int32, and (..., b, t), or": {"query_segment": "int32 2 0"},
     "key_segment must be int32, and (..., b, s), or": {"key_segment": "int32 2 0"},
-    "dense must be bool, and (..., b or 1, n or 1, t or 1, s) or": {"dense": "bool 3 1 3 5"},
+    "dense must be bool, and (..., b or 1, n or 1, t or 1, s)": {"dense": "bool 3 1 3 5"},
     "dense must be bool, and": {"dense": "bool 2 2 3 5"},
     "dense must be": {"dense": "uint8 2 4 3 5"},
     "soft_cap must be positive, or 0 for none": {"soft_cap": np.float32(-1)},
@@ -145,6 +145,7 @@ def call(function, changes=(), left_out=""):
         {**part, **{n: x for n, x in dict(changes).items() if n in part}}
         for part in CALLS[function]
     )
+    arrays |= {name: x for name, x in dict(changes).items() if name in DENSE}
     given = [
         jnp.zeros(x.shape, x.dtype)
         for name, x in ((n, shape(t)) for n, t in arrays.items())
@@ -159,6 +160,11 @@ def call(function, changes=(), left_out=""):
 @pytest.mark.parametrize("function", CALLS)
 def test_a_right_call_runs(function):
     assert all(np.isfinite(x).all() for x in call(function))
+
+
+@pytest.mark.parametrize("function", ["attention_forward", "attention_backward"])
+def test_a_dense_mask_is_an_array_more(function):
+    assert all(np.isfinite(x).all() for x in call(function, DENSE))
 
 
 @pytest.mark.parametrize(("function", "rule"), ALL, ids=lambda text: text)

@@ -134,11 +134,12 @@ def _call_backward(*leaves: Array, structure: Any) -> Sequence[Array]:
 def _call(name: str, shapes: Any, call: Call, *others: Array, **how: bool) -> Any:
     numbers = {"scale": np.float32(call.scale), "soft_cap": np.float32(call.soft_cap or 0)}
     function = jax.ffi.ffi_call(target(name), shapes)
-    operands = _each(call, _operands, call)
+    operands, dense = _each(call, _operands, call)
     # What lies before the last axes may be split over devices; XLA reads the number of such axes
     # from here.
     with set_xla_metadata(num_batch_dims="1"):
-        return function(*operands, *others, **numbers, heads_first=_heads_first(call), **how)
+        heads_first = _heads_first(call)
+        return function(*operands, *others, *dense, **numbers, heads_first=heads_first, **how)
 
 
 def _heads_first(call: Call) -> bool:
@@ -147,30 +148,32 @@ def _heads_first(call: Call) -> bool:
     return call.query.shape[-3] < call.key.shape[-3]
 
 
-def _operands(call: Call) -> list[Array]:
+def _operands(call: Call) -> tuple[list[Array], list[Array]]:
     """Return the arrays of a call in the order of the kernels, each with the batch as an axis.
 
     They are query, key, value, sinks, the first key that each query may see and the one after the
-    last, the segments of queries and keys, and a dense mask; none are of size 0.
+    last, and the segments of queries and keys; none are of size 0. A dense mask, if there is one,
+    stands behind all others, and by itself here.
     """
     b, _, t, s = call.shape
     sinks = jnp.zeros(0, jnp.float32) if call.sinks is None else _bounded(call.sinks)
     (start, stop), rest = call.mask.split_intervals(t, s)
     segments = [jnp.zeros((b, 0), jnp.int32)] * 2
-    dense = jnp.zeros((b, 0, 0, 0), bool)
-    arrays = [of_rank_4(part.array) for part in rest.parts if isinstance(part, Dense)]
-    if arrays:
-        dense = _whole_rows(reduce(jnp.logical_and, arrays), b, s)
+    arrays = []
     for part in rest.parts:
         if isinstance(part, Segments):
             segments = [part.query, part.key]
+        if isinstance(part, Dense):
+            arrays.append(of_rank_4(part.array))
+    dense = [_whole_rows(reduce(jnp.logical_and, arrays), b, s)] if arrays else []
     limits = [jnp.broadcast_to(x, (b, t)) for x in (start, stop)]
     ids = [jnp.broadcast_to(x, (b, x.shape[-1])) for x in segments]
     integers = [x.astype(jnp.int32) for x in (*limits, *ids)]
     key, value = call.key, call.value
     if _heads_first(call):
         key, value = (rearrange(x, "b s k h -> b k s h") for x in (key, value))
-    return [call.query, key, value, jnp.broadcast_to(sinks, (b, *sinks.shape)), *integers, dense]
+    sinks = jnp.broadcast_to(sinks, (b, *sinks.shape))
+    return [call.query, key, value, sinks, *integers], dense
 
 
 def _whole_rows(array: Array, b: int, s: int) -> Array:

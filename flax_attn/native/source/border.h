@@ -78,6 +78,8 @@ class Border {
     const auto array = arguments_.get<ffi::AnyBuffer>(taken_++);
     return array.has_value() ? keep(name, *array) : Given{};
   }
+  // An array that a call may have behind all others; without memory where it has none.
+  Given optional(const char* name) { return taken_ < arguments_.size() ? argument(name) : Given{}; }
   Given result(const char* name) {
     auto array = results_.get<ffi::AnyBuffer>(made_++);
     return array.has_value() ? keep(name, **array) : Given{};

@@ -31,13 +31,12 @@ struct Attention {
   }
 };
 
-// Where a call is differentiated, every score is summed in the same order in `forward` as in `backward`: large scores
-// would else differ by more than their exponentials may. `few`, and products in bfloat16, have orders of their own.
+// Every score is summed in the same order in `forward` as in `backward`, except with `few`: large scores would else differ
+// by more than their exponentials may. So a call that is differentiated is never one of few queries.
 struct Forward : Attention {
   void* output;       // (b, t, n, v)
   float *top, *total;  // (b, n, t): the largest score, and the sum of exp2(x - top); the sum is NaN where the row is
   bool few;            // read keys and values where they are
-  bool differentiated;  // the scores are computed again by `backward`, in its order
   bool wide;  // the output is float32, whatever the type; not with `few`
 };
 

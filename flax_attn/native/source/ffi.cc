@@ -33,7 +33,8 @@ std::atomic<const Kernels*> chosen{levels().front()};
 
 struct ForwardOptions {
   float scale, soft_cap;
-  bool heads_first, few, differentiated;
+  bool heads_first, few;
+  bool differentiated;  // not read: programs that were exported hold it
 };
 struct BackwardOptions {
   float scale, soft_cap;
@@ -57,8 +58,7 @@ struct AttentionArrays {
         start(border.argument("start")),
         stop(border.argument("stop")),
         query_segment(border.argument("query_segment")),
-        key_segment(border.argument("key_segment")),
-        dense(border.argument("dense")) {}
+        key_segment(border.argument("key_segment")) {}
   Sizes batch() const { return query.before(3); }
 };
 
@@ -112,17 +112,17 @@ void check_attention(Border& border, const AttentionArrays& x, const Attention& 
   border.require(x.key_segment.is(DataType::S32, batch, {none ? 0 : call.s}),
                  "key_segment must be int32, and (..., b, s), or (..., b, 0) beside a "
                  "query_segment of (..., b, 0)");
-  const bool whole = x.dense.behind(1) == 0;
   const Sizes rows = x.dense.before(3);
   // One array serves all rows of the last of the batch's axes, or each has its own.
   const int64_t shared = x.dense.behind(4), each = x.query.behind(4);
   const bool rows_fit = rows.size() > 0 && rows.size() == batch.size() &&
                         std::equal(rows.begin(), rows.end() - 1, batch.begin()) &&
                         (shared == each || shared == 1);
-  const int64_t heads = whole ? 0 : x.dense.behind(3) == 1 ? 1 : call.n;
-  const int64_t queries = whole ? 0 : x.dense.behind(2) == 1 ? 1 : call.t;
-  border.require(rows_fit && x.dense.is(DataType::PRED, rows, {heads, queries, whole ? 0 : call.s}),
-                 "dense must be bool, and (..., b or 1, n or 1, t or 1, s) or (..., b, 0, 0, 0)");
+  const int64_t heads = x.dense.behind(3) == 1 ? 1 : call.n;
+  const int64_t queries = x.dense.behind(2) == 1 ? 1 : call.t;
+  const bool dense_fits = rows_fit && x.dense.is(DataType::PRED, rows, {heads, queries, call.s});
+  border.require(!x.dense.memory || dense_fits,
+                 "dense must be bool, and (..., b or 1, n or 1, t or 1, s)");
   border.require(call.soft_cap >= 0, "soft_cap must be positive, or 0 for none");
 }
 
@@ -144,7 +144,8 @@ void point_to(const AttentionArrays& x, Attention& call) {
 ffi::Error forward(ffi::ThreadPool threads, ffi::RemainingArgs arguments,
                    ffi::RemainingRets results, ForwardOptions options) {
   Border border("flax_attn.attention_forward", arguments, results);
-  const AttentionArrays x(border);
+  AttentionArrays x(border);
+  x.dense = border.optional("dense");
   const Given output = border.result("output"), top = border.result("top"),
               total = border.result("total");
   Forward call{sizes_of(x, options)};
@@ -161,7 +162,7 @@ ffi::Error forward(ffi::ThreadPool threads, ffi::RemainingArgs arguments,
   if (call.b == 0) return ffi::Error::Success();
   point_to(x, call);
   call.output = output.data<void>(), call.top = top.data<float>(), call.total = total.data<float>();
-  call.few = options.few, call.differentiated = options.differentiated, call.wide = wide;
+  call.few = options.few, call.wide = wide;
   XlaPool pool(threads);
   chosen.load()->forward(call, pool);
   return ffi::Error::Success();
@@ -170,10 +171,11 @@ ffi::Error forward(ffi::ThreadPool threads, ffi::RemainingArgs arguments,
 ffi::Error backward(ffi::ThreadPool threads, ffi::RemainingArgs arguments,
                     ffi::RemainingRets results, BackwardOptions options) {
   Border border("flax_attn.attention_backward", arguments, results);
-  const AttentionArrays x(border);
+  AttentionArrays x(border);
   const Given output = border.argument("output"), top = border.argument("top"),
               total = border.argument("total");
   const Given cotangent = border.argument("cotangent");
+  x.dense = border.optional("dense");
   const Given d_query = border.result("d_query"), d_key = border.result("d_key"),
               d_value = border.result("d_value");
   const Given delta = border.result("delta");

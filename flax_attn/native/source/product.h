@@ -26,7 +26,6 @@ static inline Vector load(const int8_t* x) {
 #elif VECTOR_BYTES == 32
   return (Vector)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)x)));
 #else
-  typedef int8_t Bytes __attribute__((vector_size(WIDTH)));
   typedef int16_t Shorts __attribute__((vector_size(2 * WIDTH)));
   Bytes y;
   __builtin_memcpy(&y, x, sizeof y);
