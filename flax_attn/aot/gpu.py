@@ -46,9 +46,7 @@ def described(count: int = 8, chip: str = "h200") -> Iterator[Sequence[Any]]:
         ImportError: if a package or a C compiler is not installed.
     """
     _check_installed()
-    # XLA reads its flags once, when the first backend starts.
-    flags = os.environ.get("XLA_FLAGS", "")
-    os.environ["XLA_FLAGS"] = f"{flags} {_FLAG}".strip()
+    _check_calls_of_cudnn()
     jax.config.update("jax_platforms", "cpu")
     load_driver()
     description = _DATA.joinpath(f"{chip}.txtpb").read_text()
@@ -65,6 +63,12 @@ def _capability(description: str) -> float:
     found = re.search(r"cuda_compute_capability \{ major: (\d+)(?: minor: (\d+))?", description)
     assert found is not None, "every description has a compute capability"
     return float(f"{found[1]}.{found[2] or 0}")
+
+
+def _check_calls_of_cudnn() -> None:
+    # XLA reads its flags once, when the first backend starts.
+    flags = os.environ.get("XLA_FLAGS", "")
+    os.environ["XLA_FLAGS"] = f"{flags} {_FLAG}".strip()
 
 
 def _check_installed() -> None:

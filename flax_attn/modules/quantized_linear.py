@@ -65,15 +65,18 @@ class QuantizedLinear(nnx.Module):
                 "matrix must have two axes, (d_in, d_out), whose columns are quantized one by one;"
                 f" got {matrix.shape}. Pass the kernel of one layer"
             )
-        self.d_in, self.dtype, self.precision = matrix.shape[0], dtype, precision
+        self.d_in = len(matrix)
+        self.dtype = dtype
         self.param_dtype = matrix.dtype
+        self.precision = precision
         self.dot_general = dot_general
         wide = matrix.astype(accumulation_dtype(matrix.dtype))
         largest = jnp.max(jnp.abs(wide), axis=0, initial=0)
         # A column of zeros stays one.
         scale = jnp.where(largest == 0, 1, largest / 127)
-        kernel = jnp.round(wide / scale[None]).astype(jnp.int8)
-        self.kernel, self.scale = _Quantized(kernel), _Quantized(scale)
+        kernel = jnp.round(wide / scale[None])
+        self.kernel = _Quantized(kernel.astype(jnp.int8))
+        self.scale = _Quantized(scale)
         self.bias = None if bias is None else nnx.Param(bias)
 
     @property

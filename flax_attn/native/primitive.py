@@ -45,13 +45,16 @@ def primitive(
         types = [jax.typeof(x) for x in jax.tree.leaves(results)]
         # A call of the library says nothing of a mesh.
         if shapes is not None:
-            types = [one.update_manual_axis_type(avals[0].manual_axis_type) for one in types]
+            axes = avals[0].manual_axis_type
+            types = [one.update_manual_axis_type(axes) for one in types]
         return types if multiple_results else types[0]
 
     made.def_impl(jax.jit(call, static_argnames=static))
     made.def_abstract_eval(abstract)
-    mlir.register_lowering(made, mlir.lower_fun(plain, multiple_results))
-    mlir.register_lowering(made, mlir.lower_fun(call, multiple_results), platform="cpu")
+    everywhere = mlir.lower_fun(plain, multiple_results)
+    on_cpu = mlir.lower_fun(call, multiple_results)
+    mlir.register_lowering(made, everywhere)
+    mlir.register_lowering(made, on_cpu, platform="cpu")
     return made
 
 
