@@ -225,6 +225,9 @@ def other_array(draw: Draw, x: Array) -> Array:
             draw.one(0, 1, 1, shape[axis] + 1, 2 * shape[axis], 257),
             *shape[axis + 1 :],
         )
+    # Other numbers of the same shape would not go with the sums that backward is given.
+    if (dtype, shape) == (x.dtype, x.shape):
+        return x
     values = None if x.values is None else np.ones(shape).astype(dtype)
     return Array(dtype, shape, values)
 
