@@ -48,7 +48,8 @@ class QuantizedLinear(TypedModule):
                 "matrix must have two axes, (d_in, d_out), whose columns are quantized one by one;"
                 f" got {tuple(matrix.shape)}. Pass the transposed weight of one layer"
             )
-        self.d_in, self._dtype = len(matrix), matrix.dtype
+        self.d_in = len(matrix)
+        self._dtype = matrix.dtype
         dtype = accumulation_dtype(matrix.dtype)
         wide = matrix.detach().T.to(dtype)
         largest = wide.abs().amax(dim=1)
