@@ -230,7 +230,7 @@ class JaxAdapter(ModuleAdapter):
         kept = self._modes[mode].kept(module)
         return outputs | {kept_name(name): array for name, array in kept.items()}
 
-    def _named(self, outputs: Mapping[str, jax.Array]) -> Arrays:
+    def _named(self, outputs: Mapping[str, Any]) -> Arrays:
         """Return outputs, statistics that a call leaves by their shared names."""
         arrays = float64(outputs)
         returned = [own for own in self._statistics if kept_name(own) in arrays]
