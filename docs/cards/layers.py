@@ -140,9 +140,10 @@ def card(
 LAYERS = (
     card(
         "Linear",
-        ("Linear",),
+        ("Linear", "QuantizedLinear"),
         "Linear(8, 6, rngs=rngs)",
-        "A projection that starts as `torch.nn.Linear` does; `nnx.Linear` starts differently.",
+        "A projection that starts as `torch.nn.Linear` does; `nnx.Linear` starts differently."
+        " `QuantizedLinear` holds its matrix in int8, for generating.",
         "Ten tokens with six features each.",
         "torch.nn.Linear(8, 6)",
         of_x(lambda: torch.nn.Linear(8, 6)),
