@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.status import Status
 
 from flax_attn.cli.guard import UsageError
 from flax_attn.convert.replacing import replacing
@@ -46,6 +47,11 @@ def progress() -> Progress:
     )
     disable = not sys.stderr.isatty()
     return Progress(*columns, console=Console(stderr=True), transient=True, disable=disable)
+
+
+def status(text: str) -> Status:
+    """Return a line on stderr that says what is done; nothing is printed without a terminal."""
+    return Console(stderr=True).status(text)
 
 
 def check_writable(path: str | None) -> None:

@@ -11,7 +11,9 @@ from flax_attn.cli import common
 from flax_attn.convert.replacing import replacing
 
 if TYPE_CHECKING:
+    from flax_attn.cli.specs import Loader
     from flax_attn.plan.job import Job
+    from flax_attn.plan.models import PlannedModel
     from flax_attn.plan.plan import Plan
 
 
@@ -30,7 +32,10 @@ def add(commands: Any) -> None:
         "--model",
         required=True,
         metavar="NAME",
-        help="gpt2, llama3-8b, mixtral-8x7b, ..., or a folder with config.json",
+        help=(
+            "gpt2, llama3-8b, mixtral-8x7b, ..., a folder with config.json, or FILE.py:NAME, a"
+            " function that makes a module of your own, from ids (b, t) to logits"
+        ),
     )
     plan.add_argument(
         "--topology",
@@ -62,7 +67,7 @@ def add(commands: Any) -> None:
         "--generate", action="store_true", help="the prompt, and one more token behind it"
     )
     plan.add_argument(
-        "--layers", type=common.count, metavar="N", help="the first N layers of the model alone"
+        "--layers", type=common.count, metavar="N", help="only the first N layers of the model"
     )
     plan.add_argument(
         "--remat", action="store_true", help="recompute each block in the backward pass"
@@ -70,8 +75,7 @@ def add(commands: Any) -> None:
     plan.add_argument(
         "--dtype",
         choices=("bfloat16", "float32"),
-        default="bfloat16",
-        help="of the parameters (default bfloat16)",
+        help="of the parameters (default bfloat16; a module of your own decides itself)",
     )
     plan.add_argument(
         "--rule",
@@ -100,13 +104,16 @@ def add(commands: Any) -> None:
 
 
 def _plan(options: argparse.Namespace) -> int:
+    from flax_attn.cli.specs import CannotCompareError, Loader
     from flax_attn.plan.plan import plan
 
     # Programs for a pod take minutes to compile.
     common.check_writable(options.json)
+    status = common.status("reading the model")
     try:
-        found = plan(_job(options))
-    except (ImportError, ValueError, OSError) as error:
+        with Loader() as loader, status:
+            found = plan(_job(options, loader), status.update)
+    except (CannotCompareError, ImportError, ValueError, OSError) as error:
         raise common.UsageError(str(error)) from None
     _print(found, options.markdown)
     if options.json:
@@ -115,22 +122,18 @@ def _plan(options: argparse.Namespace) -> int:
     return 0
 
 
-def _job(options: argparse.Namespace) -> Job:
-    from flax_attn.plan.job import Job, find_model, first_layers, parse_mesh, parse_rules
+def _job(options: argparse.Namespace, loader: Loader) -> Job:
+    from flax_attn.plan.job import Job, parse_mesh, parse_rules
     from flax_attn.plan.topology import topology
 
     where = topology(options.topology)
     # A part of the memory may be somebody else's, or not be published.
     if options.memory:
         where = replace(where, chip=replace(where.chip, memory=round(options.memory * 2**30)))
-    name, model, config = find_model(options.model)
-    # A table names the layers, so that nobody takes it for one of the whole model.
-    if options.layers:
-        name += f", {options.layers} layers"
+    name, model = _model(options, loader)
     return Job(
         name,
         model,
-        first_layers(config, options.layers),
         where,
         parse_mesh(options.mesh),
         options.batch,
@@ -141,6 +144,23 @@ def _job(options: argparse.Namespace) -> Job:
         backend=options.backend,
         rules=parse_rules(options.rule),
     )
+
+
+def _model(options: argparse.Namespace, loader: Loader) -> tuple[str, PlannedModel]:
+    from flax_attn.plan.models import OwnModel, find_decoder
+
+    if ":" in options.model:
+        if options.layers:
+            raise ValueError(
+                "--layers takes the first layers of a model that is known by name or folder; got"
+                f" --model {options.model}. Name a function that makes a model of fewer layers"
+            )
+        return options.model, OwnModel(loader.factory(options.model))
+    name, model = find_decoder(options.model)
+    # A table names the layers, so that nobody takes it for one of the whole model.
+    if options.layers:
+        name += f", {options.layers} layers"
+    return name, model.first_layers(options.layers)
 
 
 def _print(plan: Plan, markdown: bool) -> None:

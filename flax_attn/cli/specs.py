@@ -8,7 +8,7 @@ import importlib.util
 import inspect
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -75,15 +75,30 @@ class Loader:
         # An instance, or a function that is built in or compiled: it is what is compared.
         if not isinstance(found, type) and not inspect.isfunction(found):
             return found
-        arguments = _arguments(found)
-        if arguments is None:
-            if isinstance(found, type):
-                raise UsageError(
-                    f"{spec} needs arguments that the command line cannot give: name a function"
-                    " that returns a module, def make(): return ..."
-                )
+        if not isinstance(found, type) and _drawn(found) is None:
             return found
-        return _called(spec, lambda: found(**arguments))
+        return self.factory(spec)()
+
+    def factory(self, spec: str) -> Callable[[], Any]:
+        """Return the class or function that a spec names, as a function without arguments.
+
+        Raises:
+            UsageError: as `load` does, if it is neither, or needs arguments.
+        """
+        found = self.load(spec)
+        if not isinstance(found, type) and not inspect.isfunction(found):
+            raise UsageError(
+                f"{spec} is a {type(found).__name__}: name a class or a function that makes a"
+                " module, def make(): return ..."
+            )
+        drawn = _drawn(found)
+        if drawn is None:
+            raise UsageError(
+                f"{spec} needs arguments that the command line cannot give: name a function"
+                " that returns a module, def make(): return ..."
+            )
+        # Each call draws anew, so that it can be traced.
+        return lambda: _called(spec, lambda: found(**_streams(drawn)))
 
     def files(self) -> dict[str, str]:
         """Return the SHA-256 of what was loaded, and of what it imported from here or beside it."""
@@ -152,9 +167,8 @@ def _called(what: str, call: Callable[[], Any]) -> Any:
         raise CannotCompareError(reason) from error
 
 
-def _arguments(factory: Callable) -> dict[str, Any] | None:
-    """Return what a class or function is called with to make a module; None if it needs more."""
-    import jax
+def _drawn(factory: Callable) -> list[str] | None:
+    """Return the names of random streams that a class or function takes; None if it needs more."""
     from flax import nnx
 
     # The metaclass of Flax takes anything, and hands it on.
@@ -170,12 +184,18 @@ def _arguments(factory: Callable) -> dict[str, Any] | None:
             needed.add(name)
     if not needed <= set(_DRAWN):
         return None
-    arguments: dict[str, Any] = {}
-    if "rngs" in parameters:
-        arguments["rngs"] = nnx.Rngs(0)
-    if "key" in needed:
-        arguments["key"] = jax.random.key(0)
-    return arguments
+    # Streams are given wherever they are taken; a key that has a default is left at it.
+    taken = needed | ({"rngs"} & set(parameters))
+    return sorted(taken)
+
+
+def _streams(names: Sequence[str]) -> dict[str, Any]:
+    """Return new random streams by the names that a class or function has for them."""
+    import jax
+    from flax import nnx
+
+    made = {"rngs": lambda: nnx.Rngs(0), "key": lambda: jax.random.key(0)}
+    return {name: made[name]() for name in names}
 
 
 def _folder(module: ModuleType, own: Path) -> Path:

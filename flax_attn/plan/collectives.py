@@ -94,9 +94,11 @@ def _once(program: Hlo) -> Iterator[ExecutedInstruction]:
         channel = _channel(run)
         if channel is None:
             yield run
+            continue
+        known = spread.get(channel, run)
         # Of fusions in loops the one that runs least often is where it is sent.
-        elif channel not in spread or run.times < spread[channel].times:
-            spread[channel] = run
+        rarest = min(known, run, key=lambda one: one.times)
+        spread[channel] = rarest
     yield from spread.values()
 
 

@@ -77,8 +77,8 @@ def changes(job: Job, now: Held, phase: Phase, memory: int) -> list[SuggestedCha
     return found
 
 
-def _recomputed(job: Job) -> Job:
-    return replace(job, remat=True)
+def _recomputed(job: Job) -> Job | None:
+    return replace(job, remat=True) if job.model.has_remat else None
 
 
 def _moved(job: Job, source: str, target: str) -> Job | None:
@@ -136,25 +136,5 @@ def _peak(job: Job, now: Held, phase: Phase, changed: Job) -> int:
 
 def _activations(job: Job) -> float:
     """Return how many numbers of activations a device keeps, up to a factor."""
-    layer = _activations_of_layer(job)
-    # Recomputed, a block keeps its input alone.
-    kept = job.config.d_model if job.remat else layer
-    found = layer + job.config.num_layers * kept if job.train else layer
     split = prod(job.axis(axis) for axis in ("data", "fsdp", "expert", "context"))
-    return job.batch * job.tokens / split * found
-
-
-def _activations_of_layer(job: Job) -> float:
-    """Return how many numbers of a token a layer computes on a device, up to a factor."""
-    config = job.config
-    head_dim = getattr(config, "head_dim", None) or config.d_model // config.num_heads
-    kv_heads = getattr(config, "num_kv_heads", None) or config.num_heads
-    split = (config.num_heads + 2 * kv_heads) * head_dim + 3 * _hidden(config)
-    return 4 * config.d_model + split / job.axis("tensor")
-
-
-def _hidden(config: Any) -> int:
-    """Return the hidden features of a token in the feed-forward layer, or in all of its experts."""
-    if hasattr(config, "num_experts"):
-        return config.top_k * getattr(config, "d_expert", config.d_hidden)
-    return config.d_hidden or 4 * config.d_model
+    return job.batch * job.tokens / split * job.model.activations(job)

@@ -209,13 +209,16 @@ def _added(value: Instruction, computation: Computation) -> int | None:
     operands = [computation[name] for name in value.operands]
     if value.opcode in ("copy", "bitcast"):
         return _added(operands[0], computation)
+    # XLA may fuse the addition, and puts the constant on either side.
+    if value.opcode not in ("add", "fusion") or len(operands) != 2:
+        return None
     constants = [x for x in operands if x.opcode == "constant"]
-    if value.opcode in ("add", "fusion") and len(operands) == 2 and len(constants) == 1:
-        # XLA puts the constant on either side, and may fuse the addition.
-        other = operands[0] if operands[1] is constants[0] else operands[1]
-        before = _added(other, computation)
-        return None if before is None else before + int(constants[0].literal)
-    return None
+    others = [x for x in operands if x.opcode != "constant"]
+    if len(constants) != 1:
+        return None
+    before = _added(others[0], computation)
+    added = int(constants[0].literal)
+    return None if before is None else before + added
 
 
 def _instruction(line: str) -> Instruction:

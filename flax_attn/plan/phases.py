@@ -90,8 +90,17 @@ class Phase:
         }
 
 
-def compiled(job: Job, held: Held) -> list[Phase]:
+# The name of a program, what lowers it, and the operations that the model asks for.
+_Program = tuple[str, Callable[[], Any], Work]
+
+
+def compiled(job: Job, held: Held, tell: Callable[[str], object]) -> list[Phase]:
     """Compile the programs of a job, of which a device holds so much.
+
+    Args:
+        job: job that is planned.
+        held: bytes that a device holds.
+        tell: called with what is done next, in words.
 
     Raises:
         ImportError: if what describes the devices is not installed.
@@ -101,20 +110,34 @@ def compiled(job: Job, held: Held) -> list[Phase]:
         mesh = mesh_for(job, devices)
         # The mesh tells attention the platform.
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            return (_training if job.train else _generation)(job, held.total, mesh)
+            programs = _training(job, mesh) if job.train else _generation(job, mesh)
+            return _phases(programs, job, held, tell)
 
 
-def _training(job: Job, held: int, mesh: Mesh) -> list[Phase]:
+def _phases(
+    programs: Sequence[_Program], job: Job, held: Held, tell: Callable[[str], object]
+) -> list[Phase]:
+    found = []
+    for name, lower, asked in programs:
+        # A program for a pod takes minutes: the user learns which one is under way.
+        tell(f"compiling the {name} for {job.topology.size} devices")
+        phase = _phase(name, lower, job, asked, held.total)
+        found.append(phase)
+    return found
+
+
+def _training(job: Job, mesh: Mesh) -> list[_Program]:
     model = model_on(job, mesh)
     optimizer = optimizer_on(model, mesh)
 
     def lower() -> Any:
-        return compiled_step.lower(model, optimizer, tokens_on(job, mesh, job.tokens))
+        tokens = tokens_on(job, mesh, job.tokens)
+        return compiled_step.lower(model, optimizer, tokens, loss=job.model.loss)
 
-    return [_phase("training step", lower, job, work.training(job, model), held)]
+    return [("training step", lower, work.training(job, model))]
 
 
-def _generation(job: Job, held: int, mesh: Mesh) -> list[Phase]:
+def _generation(job: Job, mesh: Mesh) -> list[_Program]:
     model = model_on(job, mesh)
     model.eval()
     graph, state = nnx.split(model)
@@ -124,8 +147,8 @@ def _generation(job: Job, held: int, mesh: Mesh) -> list[Phase]:
     first = partial(_lowered, partial(_prefill, graph, job), mesh, state, tokens)
     then = partial(_lowered, partial(_decode, graph), mesh, state, token, cache)
     return [
-        _phase("prefill", first, job, work.prefill(job, model), held),
-        _phase("decoding step", then, job, work.decoding(job, model), held),
+        ("prefill", first, work.prefill(job, model)),
+        ("decoding step", then, work.decoding(job, model)),
     ]
 
 

@@ -64,15 +64,18 @@ def held(job: Job) -> Held:
     mesh = AbstractMesh(tuple(job.mesh.values()), tuple(job.mesh))
     model = model_on(job, mesh)
     # Experts are most of a mixture, and split over an axis of their own.
-    experts = [part for _, part in nnx.iter_modules(model) if isinstance(part, Experts)]
-    found = Held(bytes_on_device(model), experts=sum(map(bytes_on_device, experts)))
+    experts = 0
+    for _, part in nnx.iter_modules(model):
+        if isinstance(part, Experts):
+            experts += bytes_on_device(part)
+    found = Held(bytes_on_device(model), experts=experts)
     if not job.train:
-        return replace(found, cache=bytes_on_device(cache_on(job, model, mesh)))
-    return replace(
-        found,
-        optimizer=bytes_on_device(optimizer_on(model, mesh)),
-        gradients=bytes_on_device(nnx.state(model, nnx.Param)),
-    )
+        cache = cache_on(job, model, mesh)
+        return replace(found, cache=bytes_on_device(cache))
+    optimizer = optimizer_on(model, mesh)
+    # Each gradient is as large as its parameter, and lies where that is.
+    params = nnx.state(model, nnx.Param)
+    return replace(found, optimizer=bytes_on_device(optimizer), gradients=bytes_on_device(params))
 
 
 def mesh_for(job: Job, devices: Sequence[Any]) -> Mesh:
@@ -86,13 +89,13 @@ def mesh_for(job: Job, devices: Sequence[Any]) -> Mesh:
     return Mesh(grid, tuple(job.mesh), axis_types=(AxisType.Auto,) * len(shape))
 
 
-def model_on(job: Job, mesh: Mesh | AbstractMesh) -> LanguageModel:
+def model_on(job: Job, mesh: Mesh | AbstractMesh) -> nnx.Module:
     """Return the model of a job with shapes in the place of arrays, and where they lie."""
     build = job.build()
     return _placed(abstract(lambda: build(nnx.Rngs(0))), mesh)
 
 
-def optimizer_on(model: LanguageModel, mesh: Mesh | AbstractMesh) -> nnx.Optimizer:
+def optimizer_on(model: nnx.Module, mesh: Mesh | AbstractMesh) -> nnx.Optimizer:
     """Return AdamW in float32 for such a model; its state lies as the parameters do."""
     graph, state = nnx.split(model)
     adamw = float32_state(optax.adamw(1e-4))
@@ -117,8 +120,9 @@ def place(x: Any, names: Sequence[str | None], mesh: Mesh | AbstractMesh) -> jax
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
 
 
-def cache_on(job: Job, model: LanguageModel, mesh: Mesh | AbstractMesh) -> Any:
+def cache_on(job: Job, model: nnx.Module, mesh: Mesh | AbstractMesh) -> Any:
     """Return the empty cache of a job."""
+    assert isinstance(model, LanguageModel), "only decoders of this library are planned to generate"
     return place_cache(jax.eval_shape(lambda: model.init_cache(job.batch, job.tokens)), mesh)
 
 

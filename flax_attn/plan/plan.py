@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -59,7 +59,7 @@ class Plan:
             "tokens": job.tokens,
             "train": job.train,
             "remat": job.remat,
-            "dtype": job.dtype,
+            "dtype": job.dtype or job.model.dtype,
             "memory": chip.memory,
             "fits": self.fits,
             "held": asdict(self.held),
@@ -68,16 +68,21 @@ class Plan:
         }
 
 
-def plan(job: Job) -> Plan:
+def plan(job: Job, tell: Callable[[str], object] = lambda step: None) -> Plan:
     """Compile the programs of a job, and look for what would fit if they do not.
+
+    Args:
+        job: job that is planned.
+        tell: called with what is done next, in words, before each step that takes long.
 
     Raises:
         ImportError: if what describes the devices is not installed.
         ValueError: if there are no such devices.
     """
     with job.table():
+        tell(f"building {job.name} from shapes")
         now = held(job)
-        return _with_changes(Plan(job, now, compiled(job, now)))
+        return _with_changes(Plan(job, now, compiled(job, now, tell)))
 
 
 def _with_changes(found: Plan) -> Plan:

@@ -54,7 +54,8 @@ def title(plan: Plan) -> str:
     """Return what was planned, in a line."""
     job = plan.job
     what = "training" + " with remat" * job.remat if job.train else "generation"
-    tokens = f"{job.batch} x {job.tokens} tokens in {job.dtype}"
+    dtype = job.dtype or job.model.dtype
+    tokens = f"{job.batch} x {job.tokens} tokens in {dtype}"
     return f"{job.name}: {what}, {tokens}, on {job.topology.name}, {_mesh(job.mesh)}{_rules(job)}"
 
 

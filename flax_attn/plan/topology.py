@@ -75,11 +75,13 @@ def topology(text: str) -> Topology:
         )
     shape = tuple(int(size) for size in sizes.split("x"))
     # More GPUs than a host has are joined by a network, of which nothing is known here.
-    if len(shape) != _DIMENSIONS[name] or (name == "h200" and shape[0] > _PER_HOST):
-        limit = f", {_PER_HOST} at most" if name == "h200" else ""
+    dimensions = _DIMENSIONS[name]
+    gpu = CHIPS[name].kind == "gpu"
+    if len(shape) != dimensions or (gpu and shape[0] > _PER_HOST):
+        limit = f", {_PER_HOST} at most" if gpu else ""
         raise ValueError(
-            f"chips of {name} are counted along {_DIMENSIONS[name]} dimensions{limit}; got"
-            f" {text!r}. Write it as in {_EXAMPLES}"
+            f"chips of {name} are counted along {dimensions} dimensions{limit}; got {text!r}. Write"
+            f" it as in {_EXAMPLES}"
         )
     return Topology(text, CHIPS[name], shape)
 

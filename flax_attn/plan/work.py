@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from flax_attn.models.language_model import LanguageModel
+from flax import nnx
+
 from flax_attn.modules.work import Work, work
 from flax_attn.plan.job import Job
 
 
-def training(job: Job, model: LanguageModel) -> Work:
+def training(job: Job, model: nnx.Module) -> Work:
     """Return the operations of a training step: forward, and twice that for the gradients.
 
     What is recomputed under `remat` is not asked for by the model, and is left out.
@@ -15,11 +16,11 @@ def training(job: Job, model: LanguageModel) -> Work:
     return 3 * prefill(job, model)
 
 
-def prefill(job: Job, model: LanguageModel) -> Work:
+def prefill(job: Job, model: nnx.Module) -> Work:
     """Return the operations of a forward pass over all tokens."""
     return job.batch * work(model, job.tokens, job.tokens)
 
 
-def decoding(job: Job, model: LanguageModel) -> Work:
+def decoding(job: Job, model: nnx.Module) -> Work:
     """Return the operations of one more token for each sequence, behind a cache of all tokens."""
     return job.batch * work(model, 1, job.tokens)

@@ -64,9 +64,11 @@ class Checkpoints:
         check_positive(keep=keep)
         self._remote = "://" in str(folder)
         # Orbax takes absolute paths alone; a remote one must not become a path of this machine.
-        self.folder = str(folder) if self._remote else str(Path(folder).absolute())
+        self.folder = str(folder)
         if not self._remote:
-            _check_folder(Path(self.folder))
+            local = Path(folder).absolute()
+            _check_folder(local)
+            self.folder = str(local)
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep,
             create=self._remote,
@@ -301,7 +303,8 @@ def _arrays(**nodes: Any) -> dict[str, Array]:
     for node, module in nodes.items():
         state = nnx.state(module)
         arrays = nnx.as_pure(state)
-        for path, array in nnx.to_flat_state(arrays):
+        flat = nnx.to_flat_state(arrays)
+        for path, array in flat:
             # Orbax stores numbers, and a key is no number to JAX.
             if _is_key(array):
                 array = jax.random.key_data(array)

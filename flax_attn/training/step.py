@@ -1,5 +1,6 @@
 """One step of training a language model."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
@@ -56,19 +57,28 @@ def train_step(
     )
 
 
-@partial(nnx.jit, donate_argnames=("model", "optimizer"))
+@partial(nnx.jit, static_argnames="loss", donate_argnames=("model", "optimizer"))
 def compiled_step(
-    model: LanguageModel,
+    model: nnx.Module,
     optimizer: nnx.Optimizer,
     tokens: Integer[Array, "*b t"],
+    loss: Callable[..., Float[Array, ""]] = next_token_loss,
     **options: Any,
 ) -> Float[Array, ""]:
-    """Return the result of `train_step` for traced lengths; those beyond t count as t."""
+    """Return the result of `train_step` for traced lengths; those beyond t count as t.
 
-    def loss(model: LanguageModel) -> Float[Array, ""]:
-        return next_token_loss(model, tokens, **options)
+    Args:
+        model: model that is updated.
+        optimizer: optimizer of its parameters.
+        tokens: token ids.
+        loss: function of the model, the tokens and the options that returns the loss.
+        options: further arguments of the loss.
+    """
+
+    def loss_of(model: nnx.Module) -> Float[Array, ""]:
+        return loss(model, tokens, **options)
 
     # Of the parameters alone: streams and counts are state, and have no gradient.
-    value, gradients = nnx.value_and_grad(loss)(model)
+    value, gradients = nnx.value_and_grad(loss_of)(model)
     optimizer.update(model, gradients)
     return value

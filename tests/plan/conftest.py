@@ -7,6 +7,7 @@ import pytest
 
 from flax_attn.models.llama import Llama, LlamaConfig
 from flax_attn.plan.job import Job
+from flax_attn.plan.models import Decoder
 from flax_attn.plan.topology import topology
 
 CONFIG = LlamaConfig(
@@ -14,11 +15,14 @@ CONFIG = LlamaConfig(
 )
 
 
+SMALL = Decoder(Llama, CONFIG)
+
+
 @pytest.fixture
 def job():
-    def make(mesh=None, batch=8, tokens=16, name="cpu:8", model=Llama, config=CONFIG, **options):
+    def make(mesh=None, batch=8, tokens=16, name="cpu:8", model=SMALL, **options):
         mesh = {"data": 2, "fsdp": 2, "tensor": 2} if mesh is None else mesh
-        return Job("small", model, config, topology(name), mesh, batch, tokens, **options)
+        return Job("small", model, topology(name), mesh, batch, tokens, **options)
 
     return make
 

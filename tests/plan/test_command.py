@@ -32,7 +32,7 @@ def test_a_plan_is_a_line_of_a_table(folder, capsys):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"--model": "llama9"}, "got 'llama9', which is neither"),
+        ({"--model": "llama9"}, "got 'llama9', which is none of them"),
         ({"--topology": "v5e:256"}, "chips of v5e are counted along 2 dimensions"),
         ({"--mesh": "data=3"}, "must multiply to the 8 devices of cpu:8; got data=3 = 3"),
         ({"--batch": "3"}, "the batch must be divisible by data=4 * fsdp=2 of the mesh; got 3"),

@@ -14,32 +14,36 @@ from flax_attn import (
     MultiHeadLatentAttention,
 )
 from flax_attn.models.deepseekv3 import DeepseekV3, DeepseekV3Config
-from flax_attn.models.llama import Llama
+from flax_attn.models.llama import Llama, LlamaConfig
 from flax_attn.models.qwen3next import Qwen3Next, Qwen3NextConfig
 from flax_attn.modules.calls import Attention
 from flax_attn.modules.work import Work, count_pairs, products
 from flax_attn.plan import cost, work
 from flax_attn.plan.hlo import read
+from flax_attn.plan.models import Decoder
 from flax_attn.plan.placement import held, model_on
 from flax_attn.plan.plan import plan
 
 SIZES = {"num_heads": 4, "num_layers": 2, "context_length": 64, "vocab_size": 40}
 EXPERTS = {"num_experts": 8, "top_k": 2, "d_expert": 20}
-DEEPSEEK = DeepseekV3Config(
+DEEPSEEK = Decoder(DeepseekV3, DeepseekV3Config(
     32, 48, **SIZES, **EXPERTS, kv_lora_rank=16, q_lora_rank=24, qk_nope_head_dim=6,
     qk_rope_head_dim=4, v_head_dim=5, groups=4, top_groups=2, num_dense_layers=1,
-)  # fmt: skip
-NEXT = Qwen3NextConfig(
+))  # fmt: skip
+NEXT = Decoder(Qwen3Next, Qwen3NextConfig(
     32, 48, **SIZES, **EXPERTS, num_kv_heads=2, head_dim=8, full_layers=(1,), linear_heads=4,
     linear_key_heads=2, linear_head_dim=6, linear_value_dim=10, d_shared=14,
-)  # fmt: skip
+))  # fmt: skip
+SMALL = LlamaConfig(
+    32, 48, num_heads=4, num_layers=3, num_kv_heads=2, context_length=64, vocab_size=56
+)
 MESH = {"data": 2, "expert": 2, "tensor": 2}
 
 pytestmark = pytest.mark.usefixtures("promotion")
 
 
 def test_experts_are_divided_and_a_token_is_counted_in_those_it_is_given_to(job):
-    found = plan(job(MESH, model=DeepseekV3, config=DEEPSEEK, dtype="float32"))
+    found = plan(job(MESH, model=DEEPSEEK, dtype="float32"))
     experts = 8 * 3 * 32 * 20
     assert found.held.experts == 4 * experts // 4  # expert * tensor
     attention = 32 * 24 + 24 * 4 * 10 + 32 * 20 + 16 * 4 * 11 + 4 * 5 * 32
@@ -53,10 +57,7 @@ def test_experts_are_divided_and_a_token_is_counted_in_those_it_is_given_to(job)
 
 
 def test_a_state_is_divided_by_rows_and_heads_and_does_not_grow(job):
-    caches = [
-        held(job(MESH, model=Qwen3Next, config=NEXT, train=False, tokens=tokens)).cache
-        for tokens in (16, 32)
-    ]
+    caches = [held(job(MESH, model=NEXT, train=False, tokens=tokens)).cache for tokens in (16, 32)]
     # Rows of a device, and numbers per token of the one layer with keys.
     rows, keys = 8 // 4, 2 * 2 * 8 // 2
     # The state in float32, and inputs in bfloat16.
@@ -67,10 +68,7 @@ def test_a_state_is_divided_by_rows_and_heads_and_does_not_grow(job):
 
 def test_a_step_behind_a_state_is_the_same_work_however_long_it_is(job):
     mesh = jax.sharding.AbstractMesh((1,), ("data",))
-    jobs = [
-        job({"data": 1}, name="cpu:1", model=Qwen3Next, config=NEXT, tokens=tokens)
-        for tokens in (16, 32)
-    ]
+    jobs = [job({"data": 1}, name="cpu:1", model=NEXT, tokens=tokens) for tokens in (16, 32)]
     works = [work.decoding(one, model_on(one, mesh)).attention for one in jobs]
     assert works[0] == 8 * (4 * 4 * 8 * 16 + 6 * 4 * 6 * 10)
     assert works[1] - works[0] == 8 * 4 * 4 * 8 * 16  # of the layer with keys
@@ -167,7 +165,7 @@ def model_of(attention):
         def attention(self, layer, backend, *, rngs, **numerics):
             return attention(self.config.d_model, rngs)
 
-    return Model
+    return Decoder(Model, SMALL)
 
 
 def test_the_work_of_a_variant_of_your_own_is_counted(job):

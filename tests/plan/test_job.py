@@ -2,12 +2,13 @@ import jax
 import pytest
 
 from flax_attn.models import GPT2
-from flax_attn.models.mixtral import MixtralConfig
-from flax_attn.models.smollm3 import SmolLM3Config
-from flax_attn.plan.job import MODELS, Job, find_model, first_layers, parse_mesh, parse_rules
+from flax_attn.models.mixtral import Mixtral, MixtralConfig
+from flax_attn.models.smollm3 import SmolLM3, SmolLM3Config
+from flax_attn.plan.job import Job, parse_mesh, parse_rules
+from flax_attn.plan.models import MODELS, Decoder, find_decoder
 from flax_attn.plan.topology import simulated, topology
 
-MIXTRAL = MixtralConfig(32, 48, num_heads=4, num_layers=2, num_experts=4)
+MIXTRAL = Decoder(Mixtral, MixtralConfig(32, 48, num_heads=4, num_layers=2, num_experts=4))
 
 
 @pytest.mark.parametrize(
@@ -41,7 +42,7 @@ MIXTRAL = MixtralConfig(32, 48, num_heads=4, num_layers=2, num_experts=4)
             "the query heads must be divisible by tensor=8 of the mesh; got 4. Change --mesh$",
         ),
         (
-            {"mesh": {"expert": 8}, "config": MIXTRAL},
+            {"mesh": {"expert": 8}, "model": MIXTRAL},
             "the experts must be divisible by expert=8 of the mesh; got 4. Change --mesh$",
         ),
     ],
@@ -52,28 +53,28 @@ def test_what_does_not_divide_is_refused(job, options, message):
 
 
 def test_a_model_with_an_embedding_for_each_position_takes_no_more_tokens():
-    name, cls, config = find_model("gpt2")
-    assert cls is GPT2
+    name, model = find_decoder("gpt2")
+    assert model.cls is GPT2
     with pytest.raises(
         ValueError,
         match=r"gpt2 has an embedding for each of 1024 positions; got 2048 tokens. Plan 1024",
     ):
-        Job(name, cls, config, topology("cpu:1"), {"data": 1}, 1, 2048)
+        Job(name, model, topology("cpu:1"), {"data": 1}, 1, 2048)
 
 
 def test_rotary_positions_take_more_tokens_than_the_config_says(job):
-    assert job(tokens=128).config.context_length == 64
+    assert job(tokens=128).model.config.context_length == 64
 
 
 def test_models_are_named_or_read_from_a_folder(folder):
-    assert find_model(str(folder))[0] == "small"
-    assert find_model(str(folder))[2].num_kv_heads == 2
-    assert MODELS["llama3-8b"][1].rope.base == 500000.0
+    name, model = find_decoder(str(folder))
+    assert (name, model.config.num_kv_heads) == ("small", 2)
+    assert MODELS["llama3-8b"].config.rope.base == 500000.0
     with pytest.raises(
         ValueError,
-        match=r"a model is one of gpt2, .*, or a folder with a config.json; got 'llama9'",
+        match=r"a model is one of gpt2, .*, a folder with a config.json, or .*; got 'llama9'",
     ):
-        find_model("llama9")
+        find_decoder("llama9")
 
 
 @pytest.mark.parametrize("text", ["data", "data=x", "data=2,data=2", "", "data=2;fsdp=4"])
@@ -91,18 +92,19 @@ def test_what_is_no_decoder_is_refused_with_those_that_are(tmp_path):
         ValueError,
         match=r"plans are made for decoders; .* holds a ViT. Pass one of GPT2, .*DeepseekV3",
     ):
-        find_model(str(tmp_path))
+        find_decoder(str(tmp_path))
 
 
 def test_the_first_layers_are_planned_alone():
     config = SmolLM3Config(8, 12, 4, 6, window=3, full_layers=(1, 5), unrotated_layers=(0, 3))
-    found = first_layers(config, 3)
+    model = Decoder(SmolLM3, config)
+    found = model.first_layers(3).config
     assert (found.num_layers, found.full_layers, found.unrotated_layers) == (3, (1,), (0,))
-    assert first_layers(config, None) is config
+    assert model.first_layers(None) is model
     with pytest.raises(
         ValueError, match=r"the model has 6 layers; got layers=7. Pass as many at most"
     ):
-        first_layers(config, 7)
+        model.first_layers(7)
 
 
 def test_a_rule_is_written_as_a_name_and_axes():

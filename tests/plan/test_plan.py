@@ -12,6 +12,7 @@ from flax_attn.modules.work import Work
 from flax_attn.plan import phases, report
 from flax_attn.plan.collectives import Collective
 from flax_attn.plan.estimate import changes
+from flax_attn.plan.models import Decoder
 from flax_attn.plan.phases import Phase
 from flax_attn.plan.placement import Held, held, model_on
 from flax_attn.plan.plan import Plan, plan
@@ -76,7 +77,8 @@ def test_a_window_is_less_work(job):
     from flax_attn.plan import work
 
     wide = job(ONE, name="cpu:1")
-    narrow = replace(wide, config=replace(wide.config, window=5))
+    windowed = replace(wide.model.config, window=5)
+    narrow = replace(wide, model=replace(wide.model, config=windowed))
     mesh = jax.sharding.AbstractMesh((1,), ("data",))
     works = [work.prefill(one, model_on(one, mesh)).attention for one in (wide, narrow)]
     seen = [sum(min(i + 1, window) for i in range(16)) for window in (16, 5)]
@@ -85,7 +87,7 @@ def test_a_window_is_less_work(job):
 
 def test_a_model_with_dropout_and_a_tied_head_is_trained(job):
     config = GPT2Config(24, 3, 2, context_length=16, vocab_size=40)
-    one = replace(job({"data": 4, "fsdp": 2}, dtype="float32"), model=GPT2, config=config)
+    one = job({"data": 4, "fsdp": 2}, model=Decoder(GPT2, config), dtype="float32")
     (phase,) = plan(one).phases
     kernels = 2 * (4 * 24 * 24 + 2 * 24 * 96) + 24 * 40
     assert phase.work == 3 * (2 * kernels * 16 + 2 * 4 * 24 * 16 * 17 // 2)
