@@ -17,9 +17,9 @@ PACKAGE = ROOT / "flax_attn"
 LIBRARY = {"functional", "native", "backends", "sharding", "attention", "modules"}
 # Lowest first, with the layers that each may import; the package is `flax_attn/__init__.py`.
 LAYERS = {
-    "functional": set(),
-    "convert": set(),
     "native": set(),
+    "functional": {"native"},
+    "convert": set(),
     "aot": set(),
     "backends": {"functional", "native"},
     "sharding": {"functional", "backends"},

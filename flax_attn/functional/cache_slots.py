@@ -1,15 +1,15 @@
 """The slots of a cache, and the writing of new tokens into them."""
 
-from collections.abc import Callable
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 from einops import rearrange
+from jax.interpreters import batching
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, Integer
 
 from flax_attn.functional.explicit_sharding import split_as
+from flax_attn.native import write_tokens as native
+from flax_attn.native.primitive import primitive
 
 
 def token_slots(
@@ -63,10 +63,13 @@ def write_tokens(
         place = cached.at[:, :, slots : slots + new.shape[1]]
         heads_first = rearrange(new, "b t k h -> b k t h")
         return place.set(heads_first, out_sharding=_split(cached, new))
-    write = _to_one_row if len(new) == 1 else _to_rows
     if cached.dtype.itemsize == 2:
-        return _as_bits(write, cached, new, slots)
-    return write(cached, new, slots)
+        return _write_16_bits(cached, new, slots)
+    return _write(cached, new, slots)
+
+
+def _write(cached: Array, new: Array, slots: Array) -> Array:
+    return _to_one_row(cached, new, slots) if len(new) == 1 else _to_rows(cached, new, slots)
 
 
 def _to_one_row(cached: Array, new: Array, slots: Array) -> Array:
@@ -88,22 +91,36 @@ def _split(cached: Array, new: Array) -> NamedSharding | None:
     return split_as(cached, *range(4)) or split_as(new, 0, 2, None, 3)
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _as_bits(write: Callable[..., Array], cached: Array, new: Array, slots: Array) -> Array:
-    # Numbers of 16 bits are written as integers: XLA for CPUs would make float32 of a whole cache
-    # of them, and back.
-    cached_bits = jax.lax.bitcast_convert_type(cached, jnp.uint16)
-    new_bits = jax.lax.bitcast_convert_type(new, jnp.uint16)
-    written = write(cached_bits, new_bits, slots)
-    return jax.lax.bitcast_convert_type(written, cached.dtype)
+@jax.custom_jvp
+def _write_16_bits(cached: Array, new: Array, slots: Array) -> Array:
+    if native.takes(cached):
+        return _in_place.bind(cached, new, slots)
+    return _as_bits(cached, new, slots)
 
 
-@_as_bits.defjvp
-def _differentiate(write, primals, tangents):
+@_write_16_bits.defjvp
+def _differentiate(primals, tangents):
     slots = primals[2]
 
     def in_floats(cached: Array, new: Array) -> Array:
-        return write(cached, new, slots)
+        return _write(cached, new, slots)
 
     _, change = jax.jvp(in_floats, primals[:2], tangents[:2])
-    return _as_bits(write, *primals), change
+    return _write_16_bits(*primals), change
+
+
+def _as_bits(cached: Array, new: Array, slots: Array) -> Array:
+    # Written as integers: XLA for CPUs would make float32 of the whole cache, and back. It copies
+    # the cache for the one and the other type still.
+    cached_bits = jax.lax.bitcast_convert_type(cached, jnp.uint16)
+    new_bits = jax.lax.bitcast_convert_type(new, jnp.uint16)
+    written = _write(cached_bits, new_bits, slots)
+    return jax.lax.bitcast_convert_type(written, cached.dtype)
+
+
+def _batch(arrays, dims):
+    return jax.vmap(_as_bits, dims)(*arrays), 0
+
+
+_in_place = primitive("native_write_tokens", native.write_tokens, _as_bits, ())
+batching.primitive_batchers[_in_place] = _batch

@@ -9,7 +9,8 @@ import pytest
 from flax import nnx
 
 import flax_attn
-from flax_attn import KVCache, Mask, RoPE
+from flax_attn import KVCache, Mask, RoPE, native
+from flax_attn.functional.cache_slots import write_tokens
 
 B, T, D, CAPACITY = 2, 6, 8, 7
 MODULES = {
@@ -252,3 +253,42 @@ def test_what_is_written_is_read_and_differentiated_in_every_dtype(b, dtype):
     assert jnp.array_equal(keys, new)
     assert jnp.array_equal(pull(cotangent)[0], cotangent)
     assert jnp.array_equal(jax.jvp(written, (new,), (cotangent,))[1], cotangent)
+
+
+SLOTS = jnp.array([[2, 0, 7], [7, 6, 3]], jnp.int32)  # 7 is behind the last
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_tokens_are_written_to_their_slots_in_every_dtype(dtype):
+    cached = jax.random.normal(jax.random.key(0), (2, 3, 7, 5)).astype(dtype)
+    new = jax.random.normal(jax.random.key(1), (2, 3, 3, 5)).astype(dtype)
+    expected = np.asarray(cached, np.float32).copy()
+    for row, token in np.ndindex(SLOTS.shape):
+        slot = int(SLOTS[row, token])
+        if slot < 7:
+            expected[row, :, slot] = np.asarray(new[row, token], np.float32)
+    assert np.array_equal(np.asarray(write_tokens(cached, new, SLOTS), np.float32), expected)
+    several = jax.vmap(write_tokens, (0, None, 0))(cached[None], new, SLOTS[None])
+    assert np.array_equal(np.asarray(several[0], np.float32), expected)
+    # The array that was given is read again: it is as it was.
+    assert not np.array_equal(np.asarray(cached, np.float32), expected)
+
+
+@pytest.mark.skipif(native.library() is None, reason="its library was not built")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_step_copies_no_cache_of_16_bits(dtype):
+    cached = jax.ShapeDtypeStruct((2, 3, 4096, 16), dtype)
+    new = jax.ShapeDtypeStruct((2, 1, 3, 16), dtype)
+    slots = jax.ShapeDtypeStruct((2, 1), "int32")
+    program = jax.jit(write_tokens, donate_argnums=0).lower(cached, new, slots).compile()
+    memory = program.memory_analysis()
+    assert memory.alias_size_in_bytes == 2 * 2 * 3 * 4096 * 16
+    assert memory.temp_size_in_bytes < 4096
+
+
+def test_a_mesh_is_written_by_xla():
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    cached, new = jnp.zeros((1, 3, 7, 5), jnp.bfloat16), jnp.ones((1, 1, 3, 5), jnp.bfloat16)
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        program = jax.make_jaxpr(write_tokens)(cached, new, SLOTS[:1, :1])
+    assert "native_write_tokens" not in str(program)

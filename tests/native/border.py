@@ -28,6 +28,8 @@ from border_rules import (
     right_attention,
     right_grouped,
     right_product,
+    right_writing,
+    written,
 )
 
 from flax_attn import native
@@ -164,10 +166,21 @@ def grouped_product(draw: Draw) -> Border:
     )
 
 
+def write_tokens(draw: Draw) -> Border:
+    b, k, s, h, t = (draw.size() for _ in range(5))
+    dtype = draw.one("bfloat16", "float16")
+    arrays = {
+        "cached": draw.normal(dtype, b, k, s, h),
+        "new": draw.normal(dtype, b, t, k, h),
+        "slots": draw.ends(s, b, t),
+    }
+    return Border("write_tokens", arrays, {"result": Array(dtype, (b, k, s, h))}, {})
+
+
 def change(draw: Draw, call: Border) -> Border:
     """Return a call in which one thing is another, which may be right too."""
     kind = draw.one("options", "dtypes", *["array"] * 6)
-    if kind == "options":
+    if kind == "options" and call.options:
         return replace(call, options=call.options | other_option(draw, call.options))
     if kind == "dtypes":
         return recast(call, next(iter(call.arrays.values())).dtype, draw.one(*DTYPES))
@@ -246,6 +259,7 @@ FUNCTIONS = {
     "attention_backward": Function(right_attention, gradients, tolerance.LOW_GRADIENT),
     "matrix_product": Function(right_product, products, None),
     "grouped_product": Function(right_grouped, grouped_products, None),
+    "write_tokens": Function(right_writing, written, None),
 }
 
 
@@ -314,7 +328,8 @@ def main(library: str, calls: int = 300, seed: int = 0) -> int:
     refused = failed = 0
     for i in range(calls):
         draw = Draw([seed, i])
-        call = draw.one(attention, attention, matrix_product, grouped_product)(draw)
+        kinds = (attention, attention, matrix_product, grouped_product, write_tokens)
+        call = draw.one(*kinds)(draw)
         whole = (call.arrays.keys(), call.results.keys())
         for _ in range(draw.one(0, 1, 1, 2)):
             call = change(draw, call)

@@ -129,6 +129,17 @@ def grouped_products(call: Border, dtype: str) -> dict[str, np.ndarray]:
     return {"result": result}
 
 
+def written(call: Border, dtype: str) -> dict[str, np.ndarray]:
+    """Return a cache with new tokens in it."""
+    result = call.arrays["cached"].wide(dtype).copy()
+    new, slots = call.arrays["new"].wide(dtype), call.arrays["slots"].values
+    for row, slots_of_row in enumerate(slots):
+        for token, slot in enumerate(slots_of_row):
+            if 0 <= slot < result.shape[2]:
+                result[row, :, slot] = new[row, token]
+    return {"result": result}
+
+
 def right_attention(call: Border) -> bool:
     """Return whether a call of forward or backward keeps every rule."""
     x, y, options = call.arrays, call.results, call.options
@@ -200,3 +211,14 @@ def right_grouped(call: Border) -> bool:
     own, other = (d_out, d_in) if form == 1 else (d_in, d_out)
     shapes = left.is_(left.dtype, m, own) and rows.is_(left.dtype, m, other)
     return shapes and matrices.is_(left.dtype, groups, d_in, d_out) and sizes.is_("int32", groups)
+
+
+def right_writing(call: Border) -> bool:
+    """Return whether a call of write_tokens keeps every rule."""
+    cached, new, slots = (call.arrays[name] for name in ("cached", "new", "slots"))
+    if cached.dtype not in ("bfloat16", "float16") or len(cached.shape) != 4 or not slots.shape:
+        return False
+    b, k, _, h = cached.shape
+    t = slots.shape[-1]
+    own = new.is_(cached.dtype, b, t, k, h) and slots.is_("int32", b, t)
+    return own and call.results["result"].is_(cached.dtype, *cached.shape)

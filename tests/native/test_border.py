@@ -55,6 +55,11 @@ CALLS = {  # arrays, results, options
         {"result": "float16 6 4"},
         {"form": np.int64(0)},
     ),
+    "write_tokens": (
+        {"cached": "bfloat16 2 3 5 4", "new": "bfloat16 2 6 3 4", "slots": "int32 2 6"},
+        {"result": "bfloat16 2 3 5 4"},
+        {},
+    ),
 }
 BOTH = {
     "query must be float32, bfloat16 or float16": {"query": "float8_e4m3fn 2 3 4 6"},
@@ -129,6 +134,12 @@ BREAKS = {
             "result": "float16 5 4"
         },
         "sizes must be int32, and (groups,)": {"sizes": "int32 4"},
+    },
+    "write_tokens": {
+        "cached must be bfloat16 or float16, and (b, k, s, h)": {"cached": "float32 2 3 5 4"},
+        "new must have the dtype of cached, and be (b, t, k, h)": {"new": "bfloat16 2 3 6 4"},
+        "slots must be int32, and (b, t)": {"slots": "uint32 2 6"},
+        "result must have the dtype and the shape of cached": {"result": "float16 2 3 5 4"},
     },
 }
 ALL = [(function, rule) for function, rules in BREAKS.items() for rule in rules]

@@ -24,7 +24,8 @@ class XlaPool : public Pool {
 
 std::vector<const Kernels*> levels() {
   std::vector<const Kernels*> found;
-  for (const Kernels* level : {amx_kernels(), avx512_kernels(), avx2_kernels(), baseline_kernels()})
+  for (const Kernels* level : {amx_kernels(), avx512bf16_kernels(), avx512_kernels(), avx2_kernels(),
+                               baseline_kernels()})
     if (level) found.push_back(level);
   return found;
 }
@@ -298,6 +299,37 @@ ffi::Error grouped(ffi::ThreadPool threads, ffi::RemainingArgs arguments,
   return ffi::Error::Success();
 }
 
+// New tokens in a cache, in place: XLA itself would copy a cache of 16 bits twice for each.
+ffi::Error store_tokens(ffi::RemainingArgs arguments, ffi::RemainingRets results) {
+  Border border("flax_attn.write_tokens", arguments, results);
+  const Given cached = border.argument("cached"), added = border.argument("new"),
+              slots = border.argument("slots"), result = border.result("result");
+  const int64_t b = cached.behind(4), k = cached.behind(3), s = cached.behind(2), h = cached.behind(1),
+                t = slots.behind(1);
+  border.require((cached.type == DataType::BF16 || cached.type == DataType::F16) &&
+                     cached.sizes.size() == 4,
+                 "cached must be bfloat16 or float16, and (b, k, s, h)");
+  border.require(added.is(cached.type, {}, {b, t, k, h}),
+                 "new must have the dtype of cached, and be (b, t, k, h)");
+  border.require(slots.is(DataType::S32, {}, {b, t}), "slots must be int32, and (b, t)");
+  if (!border.require(result.is(cached.type, {}, {b, k, s, h}),
+                      "result must have the dtype and the shape of cached"))
+    return border.error();
+  if (cached.empty()) return ffi::Error::Success();
+  uint16_t* const to = result.data<uint16_t>();
+  // XLA promises the same memory for both, and copies a cache that is read later on.
+  if (to != cached.data<uint16_t>()) std::copy_n(cached.data<uint16_t>(), b * k * s * h, to);
+  for (int64_t i = 0; i < b * t; ++i) {
+    const int64_t slot = slots.data<int32_t>()[i];
+    // A token that is not stored has the slot behind the last one.
+    if (slot < 0 || slot >= s) continue;
+    const uint16_t* const token = added.data<uint16_t>() + i * k * h;
+    uint16_t* const row = to + i / t * k * s * h + slot * h;
+    for (int64_t head = 0; head < k; ++head) std::copy_n(token + head * h, h, row + head * s * h);
+  }
+  return ffi::Error::Success();
+}
+
 // How XLA calls a function whose options are those of a struct.
 template <typename Options>
 auto bound() {
@@ -324,6 +356,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(attention_backward, backward, bound<BackwardOption
 XLA_FFI_DEFINE_HANDLER_SYMBOL(matrix_product, product, bound<ProductOptions>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(int8_product, int8,
                               ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().RemainingArgs().RemainingRets());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(write_tokens, store_tokens,
+                              ffi::Ffi::Bind().RemainingArgs().RemainingRets());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(grouped_product, grouped, bound<GroupedOptions>());
 
 // The name of the i-th level that this processor has, quickest first; null beyond the last.
