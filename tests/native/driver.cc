@@ -17,7 +17,7 @@
 
 #ifndef KERNELS  // of the levels that are linked
 #define KERNELS \
-  flax_attn::amx_kernels(), flax_attn::avx512_kernels(), flax_attn::avx2_kernels(), flax_attn::baseline_kernels()
+  flax_attn::amx_kernels(), flax_attn::avx512bf16_kernels(), flax_attn::avx512_kernels(), flax_attn::avx2_kernels(), flax_attn::baseline_kernels()
 #endif
 
 using flax_attn::Kernels;

@@ -29,7 +29,7 @@ COMMON = [
 ADDRESS = ["-Og", "-fsanitize=address,undefined", "-fno-sanitize=null", "-fno-sanitize-recover=all"]
 # Threads are the same at every level.
 THREAD = ["-O1", "-fsanitize=thread", "-DKERNELS=flax_attn::baseline_kernels()"]
-LEVELS = ("amx", "avx512", "avx2", "baseline")
+LEVELS = ("amx", "avx512bf16", "avx512", "avx2", "baseline")
 
 
 def compiler(tmp_path: Path, flags: list[str]) -> str:

@@ -36,15 +36,15 @@ static void backward(const Backward& x, Pool& pool) {
 // The processor has them, and Linux lets this process use them.
 static bool supported() {
   constexpr int REQUEST = 0x1023, TILE_DATA = 18;
-  return avx512_kernels() && __builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-bf16") &&
-         __builtin_cpu_supports("avx512bf16") && syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0;
+  return avx512bf16_kernels() && __builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-bf16") &&
+         syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0;
 }
 
 }  // namespace flax_attn::amx
 
 const flax_attn::Kernels* flax_attn::amx_kernels() {
   if (!amx::supported()) return nullptr;
-  static const Kernels kernels{"amx", amx::forward, amx::backward, avx512_kernels()->product,
+  static const Kernels kernels{"amx", amx::forward, amx::backward, avx512bf16_kernels()->product,
                                avx512_kernels()->grouped};
   return &kernels;
 }

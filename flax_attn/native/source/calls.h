@@ -85,6 +85,7 @@ struct Kernels {
 
 // The kernels compiled for one instruction level; null where the compiler or the processor does not have it.
 const Kernels* amx_kernels();
+const Kernels* avx512bf16_kernels();
 const Kernels* avx512_kernels();
 const Kernels* avx2_kernels();
 const Kernels* baseline_kernels();

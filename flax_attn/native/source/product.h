@@ -40,16 +40,19 @@ static inline void store(float* x, const Pair& y) {
   store(x + WIDTH, y.second);
 }
 
-// Where `load_pair` and `store` put number i.
-template <typename T>
+// Where number i of a row of sums is where x is of 16 bits: pairs of rows of the matrix are interleaved four at a time.
+static inline int64_t place_of_pairs(int64_t i) { return i / 32 * 32 + i % 8 / 4 * 16 + i % 32 / 8 * 4 + i % 4; }
+// Where it is: a matrix of 16 bits is read by even and odd places.
+template <typename T, typename X = float>
 static inline int64_t place(int64_t i) {
+  if (sizeof(X) == 2) return place_of_pairs(i);
   return sizeof(T) != 2 ? i : i / PAIR * PAIR + i % 2 * WIDTH + i % PAIR / 2;
 }
 
-// x (m, x_row apart) @ a part of the matrix.
-template <typename T>
+// x (m, x_row apart), its numbers of type X, @ a part of the matrix.
+template <typename T, typename X = float>
 struct Part {
-  const float* x;
+  const X* x;
   int64_t m, x_row;
   const T* matrix;
   int64_t matrix_row;
@@ -91,16 +94,16 @@ static inline void add_products(const Part<T>& part, int64_t row, int64_t depth)
     for (int j = 0; j < N; ++j) store(sums + i * part.sums_row + j * PAIR, total[i][j]);
 }
 
-template <int N, typename T>
-static inline void add_strip(Part<T>& part, int64_t depth) {
+template <int N, typename T, typename X>
+static inline void add_strip(Part<T, X>& part, int64_t depth) {
   by_rows(part.m, [&](auto count, int64_t row) { add_products<count, N>(part, row, depth); });
   part.matrix += N * PAIR;
   part.sums += N * PAIR;
 }
 
 // sums (m, cols) += x (m, depth) @ matrix (depth, cols), depth at most DEPTH; the rows of sums end with whole pairs.
-template <typename T>
-static void add_block(Part<T> part, int64_t depth, int64_t cols) {
+template <typename T, typename X>
+static void add_block(Part<T, X> part, int64_t depth, int64_t cols) {
   for (; cols >= STRIP * PAIR; cols -= STRIP * PAIR) add_strip<STRIP>(part, depth);
   for (; cols >= PAIR; cols -= PAIR) add_strip<1>(part, depth);
   if (cols == 0) return;
@@ -113,8 +116,8 @@ static void add_block(Part<T> part, int64_t depth, int64_t cols) {
 }
 
 // The same of any depth.
-template <typename T>
-static void add_blocks(Part<T> part, int64_t depth, int64_t cols) {
+template <typename T, typename X>
+static void add_blocks(Part<T, X> part, int64_t depth, int64_t cols) {
   for (; depth > 0; depth -= DEPTH, part.x += DEPTH, part.matrix += DEPTH * part.matrix_row) {
     part.ahead = depth > DEPTH ? DEPTH * part.matrix_row : 0;
     add_block(part, std::min(DEPTH, depth), cols);
@@ -151,8 +154,8 @@ static inline void dot_products(const Part<T>& part, int64_t row, int64_t width)
 }
 
 // sums (m, rows) = x (m, width) @ matrix (rows, width)^T
-template <typename T>
-static void dot_block(Part<T> part, int64_t width, int64_t rows) {
+template <typename T, typename X>
+static void dot_block(Part<T, X> part, int64_t width, int64_t rows) {
   for (; rows >= DOTS; rows -= DOTS, part.matrix += DOTS * part.matrix_row, part.sums += DOTS)
     by_rows(part.m, [&](auto count, int64_t row) { dot_products<count, DOTS>(part, row, width); });
   for (; rows > 0; --rows, part.matrix += part.matrix_row, ++part.sums)
@@ -177,7 +180,8 @@ static float* scratch(int64_t size) {
   return *kept;
 }
 
-template <typename Number, typename T, typename Result>
+// X is the type that x is multiplied in.
+template <typename Number, typename T, typename Result, typename X = float>
 static void multiply_few(const MatrixProduct& p, Pool& pool) {
   // A task has a chunk of the results, and where these are few only a part of the sum.
   const int64_t tasks = 4 * (pool.threads() + 1), padded = round_up(p.d_out, PAIR);
@@ -186,14 +190,15 @@ static void multiply_few(const MatrixProduct& p, Pool& pool) {
   const int64_t chunks = blocks_of(p.d_out, cols);
   const int64_t depth = p.transposed ? p.d_in : round_up(blocks_of(p.d_in, blocks_of(tasks, chunks)), DEPTH);
   const int64_t parts = blocks_of(p.d_in, depth);
-  float* const sums = scratch(parts * p.m * padded + p.m * p.d_in);
-  float* const x = sums + parts * p.m * padded;
+  const int64_t x_row = round_up(p.d_in, 2);
+  float* const sums = scratch(parts * p.m * padded + p.m * x_row);
+  X* const x = reinterpret_cast<X*>(sums + parts * p.m * padded);
   for (int64_t i = 0; i < p.m; ++i)
-    copy_row(static_cast<const Number*>(p.x) + i * p.d_in, x + i * p.d_in, p.d_in, p.transposed);
+    copy_row(static_cast<const Number*>(p.x) + i * p.d_in, x + i * x_row, p.d_in, p.transposed);
   parallel_for(pool, parts * chunks, p.m * p.d_in * p.d_out, [&](int, int64_t task) {
     const int64_t col = task % chunks * cols, count = std::min(cols, p.d_out - col);
     float* const to = sums + task / chunks * p.m * padded + col;
-    Part<T> part{x, p.m, p.d_in, static_cast<const T*>(p.matrix), p.d_out, to, padded, 0};
+    Part<T, X> part{x, p.m, x_row, static_cast<const T*>(p.matrix), p.d_out, to, padded, 0};
     if (p.transposed) {
       part.matrix += col * p.d_in;
       part.matrix_row = p.d_in;
@@ -212,6 +217,6 @@ static void multiply_few(const MatrixProduct& p, Pool& pool) {
     for (int64_t part = 1; part < parts; ++part)
       for (int64_t j = 0; j < round_up(count, PAIR); ++j) total[j] += total[part * p.m * padded + j];
     Result* result = static_cast<Result*>(p.result) + i * p.d_out + col;
-    for (int64_t j = 0; j < count; ++j) write(result + j, total[p.transposed ? j : place<T>(j)]);
+    for (int64_t j = 0; j < count; ++j) write(result + j, total[p.transposed ? j : place<T, X>(j)]);
   });
 }

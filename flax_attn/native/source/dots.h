@@ -1,0 +1,78 @@
+// A few rows of bfloat16 times a matrix of bfloat16, by the instruction that multiplies pairs of such numbers and sums in
+// float32: twice as many products as `product.h` has, and nothing is widened. It takes numbers below 2**-126 as 0.
+
+typedef Part<BFloat16, BFloat16> BPart;
+
+static inline __m512i load_halves(const BFloat16* x) { return _mm512_loadu_si512(x); }
+static inline __m512 add_dots(__m512 sums, __m512i x, __m512i y) {
+  return _mm512_dpbf16_ps(sums, (__m512bh)x, (__m512bh)y);
+}
+// Two numbers, in all lanes.
+static inline __m512i fill_pair(const BFloat16* x) {
+  int32_t pair;
+  __builtin_memcpy(&pair, x, sizeof pair);
+  return _mm512_set1_epi32(pair);
+}
+
+// sums (M, N pairs) += x (M, depth) @ matrix (depth, N pairs), from a row of x on. A row of x ends with a zero where its
+// width is odd.
+template <int M, int N>
+static inline void add_products(const BPart& part, int64_t row, int64_t depth) {
+  __m512 total[M][2 * N];
+  const BFloat16* x = part.x + row * part.x_row;
+  float* sums = part.sums + row * part.sums_row;
+  for (int i = 0; i < M; ++i)
+    for (int j = 0; j < 2 * N; ++j) total[i][j] = _mm512_loadu_ps(sums + i * part.sums_row + j * WIDTH);
+  const BFloat16* matrix = part.matrix;
+  for (int64_t r = 0; r < depth; r += 2, matrix += 2 * part.matrix_row) {
+    const bool both = r + 1 < depth;
+    fetch<N * PAIR * sizeof(BFloat16)>(matrix + part.ahead);
+    if (both) fetch<N * PAIR * sizeof(BFloat16)>(matrix + part.matrix_row + part.ahead);
+    __m512i right[2 * N];
+    for (int j = 0; j < N; ++j) {
+      const __m512i first = load_halves(matrix + j * PAIR);
+      const __m512i second = both ? load_halves(matrix + part.matrix_row + j * PAIR) : __m512i{};
+      right[2 * j] = _mm512_unpacklo_epi16(first, second);
+      right[2 * j + 1] = _mm512_unpackhi_epi16(first, second);
+    }
+    for (int i = 0; i < M; ++i) {
+      const __m512i left = fill_pair(x + i * part.x_row + r);
+      for (int j = 0; j < 2 * N; ++j) total[i][j] = add_dots(total[i][j], left, right[j]);
+    }
+  }
+  for (int i = 0; i < M; ++i)
+    for (int j = 0; j < 2 * N; ++j) _mm512_storeu_ps(sums + i * part.sums_row + j * WIDTH, total[i][j]);
+}
+
+// total += x (M, PAIR) @ matrix (R, PAIR)^T, of what `load` reads.
+template <int M, int R, typename Load>
+static inline void add_columns(const BPart& part, const BFloat16* x, int64_t c, __m512 (&total)[M][R], Load load) {
+  __m512i right[R];
+  for (int j = 0; j < R; ++j) right[j] = load(part.matrix + j * part.matrix_row + c);
+  for (int i = 0; i < M; ++i) {
+    const __m512i left = load(x + i * part.x_row + c);
+    for (int j = 0; j < R; ++j) total[i][j] = add_dots(total[i][j], left, right[j]);
+  }
+}
+
+// sums (M, R) = x (M, width) @ matrix (R, width)^T, from a row of x on.
+template <int M, int R>
+static inline void dot_products(const BPart& part, int64_t row, int64_t width) {
+  __m512 total[M][R] = {};
+  const BFloat16* x = part.x + row * part.x_row;
+  int64_t c = 0;
+  for (; c + PAIR <= width; c += PAIR) {
+    for (int j = 0; j < R; ++j) fetch<PAIR * sizeof(BFloat16)>(part.matrix + j * part.matrix_row + c + part.ahead);
+    add_columns<M, R>(part, x, c, total, load_halves);
+  }
+  const __mmask32 inside = (__mmask32{1} << (width - c)) - 1;
+  const auto load_rest = [&](const BFloat16* from) { return _mm512_maskz_loadu_epi16(inside, from); };
+  if (c < width) add_columns<M, R>(part, x, c, total, load_rest);
+  for (int i = 0; i < M; ++i)
+    for (int j = 0; j < R; ++j) part.sums[(row + i) * part.sums_row + j] = sum((Vector)total[i][j]);
+}
+
+static void copy_row(const BFloat16* from, BFloat16* to, int64_t width, bool) {
+  std::copy_n(from, width, to);
+  if (width % 2) to[width] = BFloat16{};
+}
