@@ -276,3 +276,18 @@ def test_only_a_model_of_text_makes_text():
         match=r"text is made by a LanguageModel or an EncoderDecoder; got Pretrained\. Load",
     ):
         generate(Pretrained(), [1], 1)
+
+
+@pytest.mark.parametrize(
+    ("logits", "token"),
+    [
+        ([1.0, 3.0, 3.0, 2.0], 1),
+        ([0.0, jnp.nan, 9.0, jnp.nan], 1),
+        ([-jnp.inf, -jnp.inf, -jnp.inf, -jnp.inf], 0),
+        ([0.0, -jnp.inf, jnp.inf, jnp.inf], 2),
+    ],
+)
+def test_the_first_of_the_largest_logits_is_taken(logits, token):
+    logits = jnp.array([logits, [0.0, 0.0, 0.0, 1.0]])
+    found = sample(logits, Sampling(), jnp.zeros(2, jnp.uint32), 0)
+    assert found.tolist() == logits.argmax(axis=-1).tolist() == [token, 3]
