@@ -24,11 +24,24 @@ from flax_attn.models.language_model import LanguageModel
 from flax_attn.models.sampling import sample
 
 
-class _Part(NamedTuple):
-    """A module taken apart: how it is built, and its arrays."""
+class _Form(NamedTuple):
+    """How a module is built from its arrays."""
 
     graph: Any
-    state: Any
+    tree: Any
+
+    def module(self, arrays: Sequence[Array]) -> Any:
+        """Return the module with these arrays."""
+        state = self.tree.unflatten(arrays)
+        return nnx.merge(self.graph, state)
+
+
+class _Part(NamedTuple):
+    """A module taken apart: its form, and its arrays."""
+
+    form: _Form
+    # A flat list: JAX reads it at each call, and the state of a module much more slowly.
+    arrays: list[Array]
 
 
 def new_tokens(
@@ -52,23 +65,23 @@ def new_tokens(
         first: number of tokens of each prompt that were drawn before with the same key.
     """
     ends, layers = _take_apart(model)
-    choose = _choose(ends.graph, sampling)
-    steps = [_step(layer.graph) for layer in layers]
-    embed = _embed(ends.graph)
-    x = embed(ends.state, tokens, lengths)
+    choose = _choose(ends.form, sampling)
+    steps = [_step(layer.form) for layer in layers]
+    embed = _embed(ends.form)
+    x = embed(ends.arrays, tokens, lengths)
     caches = []
     for layer in layers:
-        prefill = _prefill(layer.graph, capacity)
-        x, cache = prefill(layer.state, x, lengths)
+        prefill = _prefill(layer.form, capacity)
+        x, cache = prefill(layer.arrays, x, lengths)
         caches.append(cache)
     x = _last(x, lengths)
     prompt_lengths = lengths - np.int32(first)
     for made in count(first):
-        token, x = choose(ends.state, x, prompt_lengths, np.int32(made), key)
+        token, x = choose(ends.arrays, x, prompt_lengths, np.int32(made), key)
         # Yielded before the next is computed: who needs no more stops here.
         yield token
         for i, layer in enumerate(layers):
-            x, caches[i] = steps[i](layer.state, x, caches[i])
+            x, caches[i] = steps[i](layer.arrays, x, caches[i])
 
 
 def new_tokens_with_rereads(
@@ -120,19 +133,20 @@ def answer_tokens(
         sampling: how a token is drawn.
         key: random key, two uint32.
     """
-    graph, state = nnx.split(model)
-    x, kept, cache = _begin(graph, capacity)(state, inputs, lengths, start)
-    step = _answer(graph, sampling)
+    form, arrays = _part(model)
+    begin = _begin(form, capacity)
+    x, kept, cache = begin(arrays, inputs, lengths, start)
+    step = _answer(form, sampling)
     for made in count():
-        token, x, cache = step(state, x, kept, cache, np.int32(made), key)
+        token, x, cache = step(arrays, x, kept, cache, np.int32(made), key)
         yield token
 
 
 @lru_cache
-def _begin(graph: Any, capacity: int) -> Callable:
+def _begin(form: _Form, capacity: int) -> Callable:
     @jax.jit
-    def begin(state, inputs, lengths, start):
-        model = nnx.merge(graph, state)
+    def begin(arrays, inputs, lengths, start):
+        model = form.module(arrays)
         encoded = model.encode(inputs, lengths=lengths)
         kept = model.keep(encoded, lengths)
         b, t = start.shape
@@ -144,9 +158,9 @@ def _begin(graph: Any, capacity: int) -> Callable:
 
 
 @lru_cache
-def _answer(graph: Any, sampling: Sampling) -> Callable:
-    def step(state, x, kept, cache, made, key):
-        model = nnx.merge(graph, state)
+def _answer(form: _Form, sampling: Sampling) -> Callable:
+    def step(arrays, x, kept, cache, made, key):
+        model = form.module(arrays)
         token = sample(model.logits(x)[:, 0], sampling, key, made)
         decoded = model.decode(token[:, None], kept, cache=cache)
         return token, decoded.output, decoded.cache
@@ -159,8 +173,14 @@ def _take_apart(model: LanguageModel) -> tuple[_Part, list[_Part]]:
     # It shares the arrays of the model.
     ends = nnx.merge(*nnx.split(model))
     ends.trf_blocks = Blocks()
-    layers = [_Part(*nnx.split(layer)) for layer in model.trf_blocks.unstacked()]
-    return _Part(*nnx.split(ends)), layers
+    layers = [_part(layer) for layer in model.trf_blocks.unstacked()]
+    return _part(ends), layers
+
+
+def _part(module: nnx.Module) -> _Part:
+    graph, state = nnx.split(module)
+    arrays, tree = jax.tree.flatten(state)
+    return _Part(_Form(graph, tree), arrays)
 
 
 @jax.jit
@@ -168,27 +188,27 @@ def _last(x: Array, lengths: Array) -> Array:
     return x.at[jnp.arange(len(x)), lengths - 1].get(out_sharding=split_as(x, 0, 2))[:, None]
 
 
-# The graph of a module is slow to compare: so each has a function of its own, instead of being an
+# The form of a module is slow to compare: so each has a function of its own, instead of being an
 # argument.
 @lru_cache
-def _embed(graph: Any) -> Callable:
+def _embed(form: _Form) -> Callable:
     @jax.jit
-    def embed(state, tokens, lengths):
+    def embed(arrays, tokens, lengths):
         order = jnp.arange(tokens.shape[1], dtype=lengths.dtype)
         order = jnp.broadcast_to(order, tokens.shape)
         # Positions of padding could lie beyond the table.
         positions = jnp.where(order < lengths[:, None], order, 0)
-        model = nnx.merge(graph, state)
+        model = form.module(arrays)
         return model.embed(tokens, positions, None)
 
     return embed
 
 
 @lru_cache
-def _prefill(graph: Any, capacity: int) -> Callable:
+def _prefill(form: _Form, capacity: int) -> Callable:
     @jax.jit
-    def prefill(state, x, lengths):
-        block = nnx.merge(graph, state)
+    def prefill(arrays, x, lengths):
+        block = form.module(arrays)
         cache = block.init_cache(len(x), block.att.window or capacity)
         # A static length of 0 says that the cache is empty, so that the prompt attends to itself
         # alone.
@@ -200,19 +220,19 @@ def _prefill(graph: Any, capacity: int) -> Callable:
 
 
 @lru_cache
-def _step(graph: Any) -> Callable:
-    def step(state, x, cache):
-        attended = nnx.merge(graph, state).attend(x, cache=cache)
+def _step(form: _Form) -> Callable:
+    def step(arrays, x, cache):
+        attended = form.module(arrays).attend(x, cache=cache)
         return attended.output, attended.cache
 
     return jax.jit(step, donate_argnums=(1, 2))
 
 
 @lru_cache
-def _choose(graph: Any, sampling: Sampling) -> Callable:
+def _choose(form: _Form, sampling: Sampling) -> Callable:
     @jax.jit
-    def choose(state, x, lengths, made, key):
-        model = nnx.merge(graph, state)
+    def choose(arrays, x, lengths, made, key):
+        model = form.module(arrays)
         token = sample(model.logits(model.final_norm(x))[:, 0], sampling, key, made)
         return token, model.embed(token[:, None], (lengths + made)[:, None], None)
 
