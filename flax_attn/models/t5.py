@@ -34,20 +34,25 @@ def _fit(config: T5Config, names: Collection[str]) -> T5Config:
 
 _ATTENTION = {"W_query": "q", "W_key": "k", "W_value": "v", "out_proj": "o"}
 _FF = {"layers.0": "wi", "layers.2": "wo", "W_gate": "wi_0", "W_up": "wi_1", "W_down": "wo"}
+# The parts of a block by our names: the name of each, and those of its layers.
+_PARTS = {
+    "att": ("SelfAttention", _ATTENTION),
+    "cross": ("EncDecAttention", _ATTENTION),
+    "ff": ("DenseReluDense", _FF),
+}
 
 
-def _stack(ours: str, theirs: str, cross: bool) -> tuple:
-    """Return the rules of the blocks of a stack; the feed-forward layer is the last of a block."""
-    ours = f"{ours}.{{i}}."
-    layer = f"{theirs}.block.{{i}}.layer."
-    # Hugging Face counts the parts of a block: the feed-forward layer comes last.
-    last = 2 if cross else 1
-    rules = linears(_ATTENTION, f"{ours}att.", f"{layer}0.SelfAttention.")
-    if cross:
-        rules += linears(_ATTENTION, f"{ours}cross.", f"{layer}1.EncDecAttention.")
-    rules += linears(_FF, f"{ours}ff.", f"{layer}{last}.DenseReluDense.")
-    of_norms = {f"norm{n + 1}": f"{n}.layer_norm" for n in range(last + 1)}
-    return *rules, *norms(of_norms, ours, layer)
+def _stack(ours: str, theirs: str, *parts: str) -> tuple:
+    """Return the rules of the blocks of a stack, whose parts come in this order."""
+    block = f"{ours}.{{i}}."
+    rules = ()
+    # Hugging Face counts the parts of a block, and each has the norm before it.
+    for n, part in enumerate(parts):
+        layer = f"{theirs}.block.{{i}}.layer.{n}."
+        name, names = _PARTS[part]
+        rules += linears(names, f"{block}{part}.", f"{layer}{name}.")
+        rules += norms({f"norm{n + 1}": "layer_norm"}, block, layer)
+    return rules
 
 
 _COPIES = ("lm_head.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
@@ -61,8 +66,8 @@ _LAYOUT = Layout(
                 "dec_bias": _TABLE.format("decoder"),
             }
         ),
-        *_stack("enc_blocks", "encoder", cross=False),
-        *_stack("dec_blocks", "decoder", cross=True),
+        *_stack("enc_blocks", "encoder", "att", "ff"),
+        *_stack("dec_blocks", "decoder", "att", "cross", "ff"),
         *norms({"enc_norm": "encoder.final_layer_norm", "final_norm": "decoder.final_layer_norm"}),
         *linears({"out_head": "lm_head"}),
     ),

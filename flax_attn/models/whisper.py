@@ -50,17 +50,17 @@ def _fit(config: WhisperConfig, stored: Mapping[str, Stored]) -> WhisperConfig:
 _ATTENTION = {"W_query": "q_proj", "W_key": "k_proj", "W_value": "v_proj", "out_proj": "out_proj"}
 
 
-def _stack(ours: str, theirs: str, last: int, **attentions: str) -> tuple:
-    """Return the rules of the blocks of a stack with these attentions and `last` norms."""
-    names = {"ff.layers.0": "fc1", "ff.layers.2": "fc2"}
+def _stack(ours: str, theirs: str, **attentions: str) -> tuple:
+    """Return the rules of the blocks of a stack with these attentions, theirs by ours."""
+    block = f"{ours}.{{i}}."
+    layer = f"model.{theirs}.layers.{{i}}."
+    rules = linears({"ff.layers.0": "fc1", "ff.layers.2": "fc2"}, block, layer)
     for own, name in attentions.items():
-        for a, b in _ATTENTION.items():
-            names[f"{own}.{a}"] = f"{name}.{b}"
-    # A norm is named after what it stands before.
-    before = (*attentions.values(), "final")
-    of_norms = {f"norm{i + 1}": f"{before[i]}_layer_norm" for i in range(last)}
-    prefixes = f"{ours}.{{i}}.", f"model.{theirs}.layers.{{i}}."
-    return *linears(names, *prefixes), *norms(of_norms, *prefixes)
+        rules += linears(_ATTENTION, f"{block}{own}.", f"{layer}{name}.")
+    # A norm is named after what it stands before; the last stands before the feed-forward layer.
+    for i, name in enumerate((*attentions.values(), "final"), 1):
+        rules += norms({f"norm{i}": f"{name}_layer_norm"}, block, layer)
+    return rules
 
 
 def _convolution(name: str) -> tuple[Rule, Rule]:
@@ -77,8 +77,8 @@ _LAYOUT = Layout(
         *embeddings({"enc_pos": "model.encoder.embed_positions"}),
         *_convolution("conv1"),
         *_convolution("conv2"),
-        *_stack("enc_blocks", "encoder", 2, att="self_attn"),
-        *_stack("dec_blocks", "decoder", 3, att="self_attn", cross="encoder_attn"),
+        *_stack("enc_blocks", "encoder", att="self_attn"),
+        *_stack("dec_blocks", "decoder", att="self_attn", cross="encoder_attn"),
         *norms({"enc_norm": "model.encoder.layer_norm", "final_norm": "model.decoder.layer_norm"}),
     ),
     ignored=r"(.*\.)?proj_out\.weight",  # tied

@@ -82,37 +82,33 @@ def load(
             file is damaged, or weights are missing, unexpected, mis-shaped or of an unknown dtype:
             all are listed, and none is read.
     """
-    family, folder, mesh = _known(cls, family), Path(path), options.get("mesh")
-    weights_in = options.get("weights")
-    if weights_in is not None:
-        _check_quantized(weights_in, mesh, options.get("scan_layers", False))
-    if mesh is not None:
-        check_mesh(mesh)
-    dtype = options.get("param_dtype")
-    check_dtypes(dtype=options.get("dtype"), param_dtype=dtype)
-    _check_float64([] if dtype is None else [dtype])
-    fields = read_fields(folder)
+    family = _known(cls, family)
+    _check_options(options)
+    mesh, dtype = options.get("mesh"), options.get("param_dtype")
+    fields = read_fields(Path(path))
     config: Any = read_config(cls, family, fields, options.get("dropout"))
-    weights = find_weights(folder, fields.values.get("transformers_weights"))
-    stored = {_current(name): entry for name, entry in read_headers(weights).items()}
+    # After an interrupted save `config.json` says which files are the model.
+    weights = find_weights(Path(path), fields.values.get("transformers_weights"))
+    headers = read_headers(weights)
+    stored = {_current(name): entry for name, entry in headers.items()}
     stored = dequantized(stored, fields, dtype)
+    # Before a model is made of as many layers as the config says.
     check_counts(config, family, stored, weights)
     config = family.fit(config, stored)
-    model = _abstract(
-        cls, config, {name: value for name, value in options.items() if name in _OF_MODELS}
-    )
+    model = _abstract(cls, config, options)
     own = tensors(model)
     entries = _match(model, own, family, stored, weights)
     check_copies(entries, family, stored, weights)
-    rngs, progress = options.get("rngs"), options.get("progress")
+    # Without a `param_dtype` the files decide.
     if dtype is None:
-        _check_float64(stored[name].dtype for entry in entries for name in entry.tensors)
-    fork_streams(model, rngs)
+        _check_float64(stored[name].dtype for name in _names(entries))
+    fork_streams(model, options.get("rngs"))
     memory = Memory() if mesh is None else OnMesh(mesh)
-    shown = sys.stderr.isatty() if progress is None else progress
-    _fill(own, entries, stored, dtype, shown, memory)
+    _fill(own, entries, stored, dtype, options.get("progress"), memory)
     if mesh is not None:
-        shard(model, mesh)  # what is left: the streams of dropout
+        # What is left: the streams of dropout.
+        shard(model, mesh)
+    weights_in = options.get("weights")
     if weights_in is not None:
         quantize(model, weights_in)
     model.eval()
@@ -138,18 +134,21 @@ def save(
             positive or the path is that of a file.
     """
     check_positive(max_shard_size=max_shard_size)
-    if any(isinstance(part, QuantizedLinear) for _, part in nnx.iter_modules(model)):
+    parts = [part for _, part in nnx.iter_modules(model)]
+    if any(isinstance(part, QuantizedLinear) for part in parts):
         raise ValueError(
             f"save_pretrained writes weights as floats; got a {type(model).__name__} that is"
             " quantized. Save the model before quantize, or use flax_attn.convert.save"
         )
-    family, target = _known(type(model), family), Path(path).absolute()
+    family = _known(type(model), family)
+    target = Path(path).absolute()
     if target.exists() and not target.is_dir():
         raise ValueError(f"a model is stored as a folder; got {target}, which is a file")
     params = tensors(model)
     dtypes = (param.dtype for param in parameters(model).values())
     fields = write_config(family, config, jnp.result_type(*dtypes).name)
     entries = _plan(model, params, family.layout)
+    # The first process writes; the others help to gather what is split over all.
     if jax.process_index() > 0:
         take_part(entries, params)
     else:
@@ -157,8 +156,22 @@ def save(
         with locked(target) as alone, named_apart(target, alone) as prefix:
             weights = write_shards(target, entries, params, max_shard_size, prefix)
             replace_model(target, fields, prefix, weights)
-    if jax.process_count() > 1:  # none goes on before the folder is there
+    # None goes on before the folder is there.
+    if jax.process_count() > 1:
         multihost_utils.sync_global_devices(f"{target} is written")
+
+
+def _check_options(options: LoadOptions) -> None:
+    """Raise unless the options are right, before a file is read."""
+    mesh, weights = options.get("mesh"), options.get("weights")
+    if weights is not None:
+        _check_quantized(weights, mesh, options.get("scan_layers", False))
+    if mesh is not None:
+        check_mesh(mesh)
+    dtype = options.get("param_dtype")
+    check_dtypes(dtype=options.get("dtype"), param_dtype=dtype)
+    if dtype is not None:
+        _check_float64([dtype])
 
 
 def _check_quantized(weights: str, mesh: Mesh | None, scan_layers: bool) -> None:
@@ -183,10 +196,10 @@ def read_config(cls: type, family: Family, fields: Fields, dropout: float | None
     """
     found = fields.text("model_type")
     if found not in family.read:
+        known = ", ".join(map(repr, family.read))
         raise ValueError(
-            f"{fields.where} is that of a model_type {found!r}, and {cls.__name__} reads"
-            f" {', '.join(map(repr, family.read))}. Use flax_attn.models.from_pretrained, which"
-            " chooses the class"
+            f"{fields.where} is that of a model_type {found!r}, and {cls.__name__} reads {known}."
+            " Use flax_attn.models.from_pretrained, which chooses the class"
         )
     fields.only(is_causal=True)
     read_quantization(fields)
@@ -201,15 +214,12 @@ def write_config(family: Family, config: Any, dtype: str) -> str:
     Raises:
         ValueError: if the models of transformers cannot compute what the config says.
     """
-    ids = {
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "pad_token_id": None,
-    }  # the tokenizer has them, the model not
-    return (
-        json.dumps({**family.write(config), **ids, "dtype": dtype, "torch_dtype": dtype}, indent=2)
-        + "\n"
-    )
+    # The tokenizer has them, the model not.
+    ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    # transformers 5 reads the first, and 4 the second.
+    dtypes = {"dtype": dtype, "torch_dtype": dtype}
+    fields = {**family.write(config), **ids, **dtypes}
+    return json.dumps(fields, indent=2) + "\n"
 
 
 def _known(cls: type, family: Family | None) -> Family:
@@ -222,6 +232,7 @@ def _known(cls: type, family: Family | None) -> Family:
     return family
 
 
+# Those of the options of loading that a model is built with.
 _OF_MODELS = ("dtype", "precision", "backend", "remat", "scan_layers")
 
 
@@ -237,20 +248,20 @@ class _RepeatedKey(nnx.RngStream):
 
 def _abstract(cls: Callable[..., M], config: Any, options: Mapping[str, Any]) -> M:
     """Return a model that has shapes in the place of values."""
+    own = {name: options[name] for name in _OF_MODELS if name in options}
 
     def build() -> M:
         rngs = nnx.Rngs(0)
         rngs.default = _RepeatedKey(0, tag="default")  # pyright: ignore[reportAttributeAccessIssue]
-        return cls(config, rngs=rngs, **options)
+        return cls(config, rngs=rngs, **own)
 
     return abstract(build)
 
 
 def _current(name: str) -> str:
     """Return the current name of a weight: the first uploads named norms as TensorFlow does."""
-    return name.replace("LayerNorm.gamma", "LayerNorm.weight").replace(
-        "LayerNorm.beta", "LayerNorm.bias"
-    )
+    name = name.replace("LayerNorm.gamma", "LayerNorm.weight")
+    return name.replace("LayerNorm.beta", "LayerNorm.bias")
 
 
 def _plan(model: nnx.Module, own: Mapping[str, Tensor], layout: Layout) -> list[Entry]:
@@ -270,18 +281,18 @@ def _match(
 
     Of the layouts of the family it is the one that has the fewest names that are not there.
     """
-    plans = [
-        (layout, _named_as_in(stored, _plan(model, own, layout), family))
-        for layout in (family.layout, *family.others)
-    ]
+    plans = []
+    for layout in (family.layout, *family.others):
+        entries = _plan(model, own, layout)
+        plans.append((layout, _named_as_in(stored, entries, family)))
     layout, entries = min(plans, key=lambda plan: len(_names(plan[1]) - stored.keys()))
-    wrong = problems(entries, {name: entry.shape for name, entry in stored.items()}, layout)
-    dtypes = {name: stored[name].dtype for name in sorted(_names(entries) & stored.keys())}
-    wrong += [
-        f"not readable {name}: its dtype is {dtype}"
-        for name, dtype in dtypes.items()
-        if dtype not in DTYPES
-    ]
+    shapes = {name: entry.shape for name, entry in stored.items()}
+    wrong = problems(entries, shapes, layout)
+    # Names that are missing are reported already.
+    for name in sorted(_names(entries) & stored.keys()):
+        dtype = stored[name].dtype
+        if dtype not in DTYPES:
+            wrong.append(f"not readable {name}: its dtype is {dtype}")
     if wrong:
         heading = (
             f"{weights} does not hold the weights of the {type(model).__name__} that config.json"
@@ -304,14 +315,21 @@ def _named_as_in(names: Iterable[str], entries: list[Entry], family: Family) -> 
     base = family.base
     anchored = next(entry for entry in entries if family.anchor in entry.ours)
     anchor = anchored.theirs.removeprefix(base)
-    starts = (name.removesuffix(anchor) for name in names if name.endswith(anchor))
-    start = next(starts, base)
+    starts = [name.removesuffix(anchor) for name in names if name.endswith(anchor)]
+    # Without the anchor all names are those of the layout.
+    if not starts:
+        return entries
+    start = starts[0]
     outer = start.removesuffix(base)
-
-    def place(name: str) -> str:
-        return start + name.removeprefix(base) if name.startswith(base) else outer + name
-
-    return [replace(entry, theirs=place(entry.theirs)) for entry in entries]
+    placed = []
+    for entry in entries:
+        # The head stands beside the base, and not in it.
+        if entry.theirs.startswith(base):
+            name = start + entry.theirs.removeprefix(base)
+        else:
+            name = outer + entry.theirs
+        placed.append(replace(entry, theirs=name))
+    return placed
 
 
 def _check_float64(dtypes: Iterable[Dtype]) -> None:
@@ -329,12 +347,14 @@ def _fill(
     entries: list[Entry],
     stored: Mapping[str, Stored],
     dtype: Dtype | None,
-    progress: bool,
+    progress: bool | None,
     memory: Memory | OnMesh,
 ) -> None:
     """Read the weights, the largest first: its copies are made while memory is free."""
     groups = sorted(_by_variables(entries, own), key=_size, reverse=True)
-    for group in _shown(groups) if progress else groups:
+    # A log gets no bar, unless it is asked for.
+    shown = sys.stderr.isatty() if progress is None else progress
+    for group in _shown(groups) if shown else groups:
         mapped = {}
         for entry in group:
             mapped |= _read(entry, stored)
@@ -353,8 +373,11 @@ def _size(group: list[Entry]) -> int:
 def _read(entry: Entry, stored: Mapping[str, Stored]) -> dict[str, list[np.ndarray]]:
     """Return the parts of an entry: each parameter whole, or in the pieces that it is stored in."""
     if "*" not in entry.theirs:
-        return {name: [part] for name, part in entry.parts(stored[entry.theirs].read()).items()}
-    single = replace(entry, shapes=tuple((1, *shape[1:]) for shape in entry.shapes))
+        parts = entry.parts(stored[entry.theirs].read())
+        return {name: [part] for name, part in parts.items()}
+    # Each expert is taken apart by itself, as one of one.
+    shapes = tuple((1, *shape[1:]) for shape in entry.shapes)
+    single = replace(entry, shapes=shapes)
     pieces = [single.parts(stored[name].read()[None]) for name in entry.tensors]
     return {name: [piece[name][0] for piece in pieces] for name in entry.ours}
 
@@ -371,9 +394,11 @@ def _by_variables(entries: list[Entry], tensors: Mapping[str, Tensor]) -> Iterab
     """Return the entries that are of the same variables together: those of stacked layers."""
     groups: dict[Any, list[Entry]] = {}
     for entry in entries:
-        own = (tensors[name] for name in entry.ours)
-        key = tuple(
-            id(tensor.variable if isinstance(tensor, LayerSlice) else tensor) for tensor in own
-        )
+        variables = [_variable(tensors[name]) for name in entry.ours]
+        key = tuple(map(id, variables))
         groups.setdefault(key, []).append(entry)
     return groups.values()
+
+
+def _variable(tensor: Tensor) -> nnx.Variable:
+    return tensor.variable if isinstance(tensor, LayerSlice) else tensor

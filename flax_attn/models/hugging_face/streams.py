@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import TypeGuard
 
 from flax import nnx
@@ -36,15 +37,15 @@ def fork_streams(model: nnx.Module, rngs: nnx.Rngs | None) -> None:
 
 
 def _fork_stacked(one: Stack, rngs: nnx.Rngs) -> None:
-    dropouts = [_dropouts(block) for block in one.blocks]
-    forks = [[] for _ in dropouts]
+    streams: dict[int, list[nnx.RngStream]] = defaultdict(list)
     # Drawn in the order of the layers, which is the order without a stack.
-    for m, _ in one.layers:
-        forks[m].append([fork(rngs.dropout) for _ in dropouts[m]])
-    for own, of_layers in zip(dropouts, forks, strict=True):
-        for i, dropout in enumerate(own):
-            streams = [layer[i] for layer in of_layers]
-            dropout.stream = nnx.data(stack_modules(streams))
+    for block in one.of_layers:
+        for dropout in _dropouts(block):
+            of_layer = fork(rngs.dropout)
+            streams[id(dropout)].append(of_layer)
+    for dropout in _dropouts(one):
+        of_layers = streams[id(dropout)]
+        dropout.stream = nnx.data(stack_modules(of_layers))
 
 
 def _dropouts(model: nnx.Module) -> list[Dropout]:
