@@ -123,20 +123,21 @@ def pure(graph: Any, options: Any, numbers: Sequence[Any] = ()) -> Callable:
         copy = nnx.merge(graph, state)
         if numbers:
             give_numbers(copy, numbers)
-        before = _key_counts(copy)
+        counts = _key_counts(copy)
+        before = {path: count.get_value() for path, count in counts}
         y = copy(x, **options) if cache is None else copy.attend(x, cache=cache, **options)
         # Only what the block changed: a model that was closed over cannot be written to.
-        kept = {path for path, value in _key_counts(copy).items() if value is before[path]}
-        counts = nnx.to_flat_state(nnx.state(copy, nnx.RngCount))
-        changed = [(path, count) for path, count in counts if path not in kept]
+        changed = []
+        for path, count in _key_counts(copy):
+            if count.get_value() is not before[path]:
+                changed.append((path, count))
         return y, nnx.from_flat_state(changed)
 
     return run
 
 
-def _key_counts(block: Block) -> dict[Any, Any]:
-    counts = nnx.to_flat_state(nnx.state(block, nnx.RngCount))
-    return {path: count.get_value() for path, count in counts}
+def _key_counts(block: Block) -> Any:
+    return nnx.to_flat_state(nnx.state(block, nnx.RngCount))
 
 
 def recompute(block: Block, x: Tokens, options: dict[str, Any]) -> Tokens:
