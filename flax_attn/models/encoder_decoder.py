@@ -119,7 +119,8 @@ class EncoderDecoder(Pretrained, Generic[C]):
     ):
         numerics = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         products = {"precision": precision, **numerics}
-        self.config, self.remat = config, remat
+        self.config = config
+        self.remat = remat
         with drawn_once(self):
             self.create_embeddings(**products)
             layers = range(config.num_layers)
@@ -134,7 +135,8 @@ class EncoderDecoder(Pretrained, Generic[C]):
             self.out_head = None if config.tied else Linear(*sizes, bias=False, **products)
             self.initialise(rngs)
         if scan_layers:
-            self.enc_blocks, self.dec_blocks = Stack(self.enc_blocks), Stack(self.dec_blocks)
+            self.enc_blocks = Stack(self.enc_blocks)
+            self.dec_blocks = Stack(self.dec_blocks)
 
     def create_embeddings(self, **numerics: Any) -> None:
         """Set `tok_emb`, and what else `embed_inputs` and `embed` read."""

@@ -5,7 +5,7 @@ Only in flax_attn: it saves compiling.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -91,10 +91,15 @@ def stack_modules(modules: Sequence[M]) -> M:
     # All have the graph of the first.
     graph, _ = split[0]
     stacked = nnx.merge(graph, _stack([state for _, state in split]))
-    for _, variable in nnx.iter_graph(stacked):
-        if isinstance(variable, nnx.Variable):
-            name_first_axis(variable)
+    change_variables(stacked, name_first_axis)
     return stacked
+
+
+def change_variables(module: Any, change: Callable[[nnx.Variable], None]) -> None:
+    """Call a function that changes variables in place on each of a module."""
+    for _, node in nnx.iter_graph(module):
+        if isinstance(node, nnx.Variable):
+            change(node)
 
 
 @jax.jit

@@ -88,9 +88,8 @@ def _bits(shape: tuple[int, ...], key: Array, step: Array | int) -> Array:
     b, v = shape
     rows = jnp.arange(b, dtype=jnp.uint32)[:, None]
     words = jnp.arange(v, dtype=jnp.uint32)[None]
-    step = jnp.asarray(step, jnp.uint32)
     # Each row has a key of its own, so that a row does not depend on the others.
-    row_keys = threefry_2x32((key[0], key[1]), (step, rows))
+    row_keys = threefry_2x32((key[0], key[1]), (jnp.asarray(step, jnp.uint32), rows))
     bits, _ = threefry_2x32(row_keys, (words, jnp.uint32(0)))
     return jnp.asarray(bits)
 

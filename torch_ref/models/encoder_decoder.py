@@ -100,7 +100,8 @@ class EncoderDecoder(TypedModule, Generic[C]):
         remat: bool = False,
     ):
         super().__init__()
-        self.config, self.remat = config, remat
+        self.config = config
+        self.remat = remat
         self.create_embeddings()
         self.enc_blocks = Blocks(self.encoder_block(i, backend) for i in range(config.num_layers))
         self.enc_norm = self.norm()

@@ -84,9 +84,8 @@ def _bits(shape: tuple[int, ...], key: Tensor, step: Tensor | int) -> Tensor:
     b, v = shape
     rows = torch.arange(b)[:, None]
     words = torch.arange(v)[None]
-    step = torch.as_tensor(step)
     # Each row has a key of its own, so that a row does not depend on the others.
-    row_keys = threefry_2x32((key[0], key[1]), (step, rows))
+    row_keys = threefry_2x32((key[0], key[1]), (torch.as_tensor(step), rows))
     bits, _ = threefry_2x32(row_keys, (words, torch.tensor(0)))
     return bits
 

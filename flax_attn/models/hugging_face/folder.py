@@ -134,19 +134,13 @@ def save(
             positive or the path is that of a file.
     """
     check_positive(max_shard_size=max_shard_size)
-    parts = [part for _, part in nnx.iter_modules(model)]
-    if any(isinstance(part, QuantizedLinear) for part in parts):
-        raise ValueError(
-            f"save_pretrained writes weights as floats; got a {type(model).__name__} that is"
-            " quantized. Save the model before quantize, or use flax_attn.convert.save"
-        )
-    family = _known(type(model), family)
     target = Path(path).absolute()
-    if target.exists() and not target.is_dir():
-        raise ValueError(f"a model is stored as a folder; got {target}, which is a file")
+    _check_savable(model, target)
+    family = _known(type(model), family)
     params = tensors(model)
-    dtypes = (param.dtype for param in parameters(model).values())
-    fields = write_config(family, config, jnp.result_type(*dtypes).name)
+    dtypes = [param.dtype for param in parameters(model).values()]
+    dtype = jnp.result_type(*dtypes).name
+    fields = write_config(family, config, dtype)
     entries = _plan(model, params, family.layout)
     # The first process writes; the others help to gather what is split over all.
     if jax.process_index() > 0:
@@ -161,9 +155,24 @@ def save(
         multihost_utils.sync_global_devices(f"{target} is written")
 
 
+def _check_savable(model: nnx.Module, target: Path) -> None:
+    """Raise unless a model can be written as a folder, before one is made."""
+    name = type(model).__name__
+    parts = [part for _, part in nnx.iter_modules(model)]
+    quantized = any(isinstance(part, QuantizedLinear) for part in parts)
+    if quantized:
+        raise ValueError(
+            f"save_pretrained writes weights as floats; got a {name} that is quantized. Save the"
+            " model before quantize, or use flax_attn.convert.save"
+        )
+    if target.exists() and not target.is_dir():
+        raise ValueError(f"a model is stored as a folder; got {target}, which is a file")
+
+
 def _check_options(options: LoadOptions) -> None:
     """Raise unless the options are right, before a file is read."""
-    mesh, weights = options.get("mesh"), options.get("weights")
+    mesh = options.get("mesh")
+    weights = options.get("weights")
     if weights is not None:
         _check_quantized(weights, mesh, options.get("scan_layers", False))
     if mesh is not None:
@@ -194,16 +203,25 @@ def read_config(cls: type, family: Family, fields: Fields, dropout: float | None
         ValueError: if the file is that of another family, lacks a field, or asks for what our
             models do not compute.
     """
-    found = fields.text("model_type")
-    if found not in family.read:
-        known = ", ".join(map(repr, family.read))
-        raise ValueError(
-            f"{fields.where} is that of a model_type {found!r}, and {cls.__name__} reads {known}."
-            " Use flax_attn.models.from_pretrained, which chooses the class"
-        )
+    read = _reader(cls, family, fields)
     fields.only(is_causal=True)
+    # Refused here as well, before the weights are looked for.
     read_quantization(fields)
-    return family.read[found](fields, dropout)
+    return read(fields, dropout)
+
+
+def _reader(cls: type, family: Family, fields: Fields) -> Callable[..., object]:
+    """Return the function that reads the fields of this model_type."""
+    found = fields.text("model_type")
+    read = family.read.get(found)
+    if read is None:
+        known = ", ".join(map(repr, family.read))
+        name = cls.__name__
+        raise ValueError(
+            f"{fields.where} is that of a model_type {found!r}, and {name} reads {known}. Use"
+            " flax_attn.models.from_pretrained, which chooses the class"
+        )
+    return read
 
 
 def write_config(family: Family, config: Any, dtype: str) -> str:
@@ -378,8 +396,12 @@ def _read(entry: Entry, stored: Mapping[str, Stored]) -> dict[str, list[np.ndarr
     # Each expert is taken apart by itself, as one of one.
     shapes = tuple((1, *shape[1:]) for shape in entry.shapes)
     single = replace(entry, shapes=shapes)
-    pieces = [single.parts(stored[name].read()[None]) for name in entry.tensors]
-    return {name: [piece[name][0] for piece in pieces] for name in entry.ours}
+    found = {name: [] for name in entry.ours}
+    for tensor in entry.tensors:
+        parts = single.parts(stored[tensor].read()[None])
+        for name, pieces in found.items():
+            pieces.append(parts[name][0])
+    return found
 
 
 def _shown(groups: list[list[Entry]]) -> Iterable[list[Entry]]:

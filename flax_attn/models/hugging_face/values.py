@@ -46,9 +46,7 @@ class Memory:
         if self.free.size < size + _ALIGNMENT:
             self.free = np.empty(max(size, _PIECE) + _ALIGNMENT, np.uint8)
         start = -self.free.ctypes.data % _ALIGNMENT
-        end = start + size
-        taken = self.free[start:end]
-        self.free = self.free[end:]
+        taken, self.free = np.split(self.free[start:], [size])
         return taken
 
 
