@@ -80,16 +80,16 @@ def _specs(division: Division, call: Call) -> Call:
 def _axis_names(call: Call, path: tuple) -> tuple[str | None, ...] | None:
     """Return the names of the axes of an array, as the class that holds it says, or None."""
     *steps, last = path
-    owners = [call, *_along(call, steps)]
-    # A part of a mask without axes takes its heads of the whole by itself.
-    if any(getattr(owner, "axes", {}) is None for owner in owners):
-        return None
-    axes = getattr(owners[-1], "axes", {})
-    return axes.get(getattr(last, "name", None))
+    owner: Any = call
+    for owner in _along(call, steps):
+        # A part of a mask that takes its heads of the whole by itself; it may hold any tree.
+        if getattr(owner, "axes", {}) is None:
+            return None
+    return getattr(owner, "axes", {}).get(getattr(last, "name", None))
 
 
 def _along(node: Any, steps: Sequence[Any]) -> Iterator[Any]:
-    """Yield the objects on the path from a node of a tree."""
+    """Yield the objects on the path from a node of a tree, one after another."""
     for step in steps:
         is_item = isinstance(step, SequenceKey)
         node = node[step.idx] if is_item else getattr(node, step.name)

@@ -108,7 +108,7 @@ def _check_order(call: Call, mesh: Any, few: bool) -> None:
 
 
 def _divided(call: Call, mesh: Any, few: bool) -> Division:
-    """Return which mesh axes divide rows, heads and tokens, all of which lie on each device."""
+    """Return which mesh axes divide rows, heads and tokens, before a strategy is chosen."""
     b, n, t, s = call.shape
     k = call.key.shape[2]
     batch = _split(mesh, "batch", "rows", b)
