@@ -130,7 +130,7 @@ class Bert(TextEncoder[BertConfig]):
         """Return a norm."""
         return LayerNorm(self.config.d_model, self.config.eps, **numerics)
 
-    def drop(self, *, rngs: nnx.Rngs, **numerics: Any) -> Dropout:
+    def drop(self, rngs: nnx.Rngs, **numerics: Any) -> Dropout:
         """Return the dropout of the embeddings, and of what the layers of a block add."""
         return Dropout(self.config.dropout, rngs=rngs)
 

@@ -167,7 +167,7 @@ class T5(EncoderDecoder[T5Config]):
         """Return a norm."""
         return RMSNorm(self.config.d_model, self.config.eps, **numerics)
 
-    def drop(self, *, rngs: nnx.Rngs, **numerics: Any) -> Dropout:
+    def drop(self, rngs: nnx.Rngs, **numerics: Any) -> Dropout:
         """Return the dropout of what the layers of a block add."""
         return Dropout(self.config.dropout, rngs=rngs)
 

@@ -173,7 +173,7 @@ class Whisper(EncoderDecoder[WhisperConfig]):
         """Return a norm."""
         return LayerNorm(self.config.d_model, **numerics)
 
-    def drop(self, *, rngs: nnx.Rngs, **numerics: Any) -> Dropout:
+    def drop(self, rngs: nnx.Rngs, **numerics: Any) -> Dropout:
         """Return the dropout of the embeddings, and of what the layers of a block add."""
         return Dropout(self.config.dropout, rngs=rngs)
 
