@@ -9,37 +9,31 @@ that memory holds the model once.
 from __future__ import annotations
 
 import json
-import math
-import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, TypedDict, TypeVar, Unpack
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from flax.typing import Dtype, PrecisionLike
 from jax import Array
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from attn_spec.checks import DTYPES, check_choice, check_positive
+from attn_spec.checks import check_choice, check_positive
 from attn_spec.hugging_face.fields import Fields, read_fields
-from flax_attn.convert.api import axes_of, parameters, tensors
+from flax_attn.convert.api import parameters, tensors
 from flax_attn.convert.files import take_part, write_shards
-from flax_attn.convert.headers import Stored, find_weights, read_headers
+from flax_attn.convert.headers import find_weights, read_headers
 from flax_attn.convert.lock import locked
-from flax_attn.convert.planning import plan
-from flax_attn.convert.problems import problems
-from flax_attn.convert.rules import ConversionError, Entry, Layout
-from flax_attn.convert.stacked import LayerSlice, Tensor, whole
 from flax_attn.models.hugging_face.copies import check_copies
 from flax_attn.models.hugging_face.counts import check_counts
+from flax_attn.models.hugging_face.entries import match, names_of, plan_entries
 from flax_attn.models.hugging_face.family import Family
 from flax_attn.models.hugging_face.quantized import dequantized, read_quantization
+from flax_attn.models.hugging_face.reading import fill
 from flax_attn.models.hugging_face.replacement import named_apart, replace_model
 from flax_attn.models.hugging_face.streams import fork_streams
 from flax_attn.models.hugging_face.values import Memory, OnMesh
@@ -97,14 +91,14 @@ def load(
     config = family.fit(config, stored)
     model = _abstract(cls, config, options)
     own = tensors(model)
-    entries = _match(model, own, family, stored, weights)
+    entries = match(model, own, family, stored, weights)
     check_copies(entries, family, stored, weights)
     # Without a `param_dtype` the files decide.
     if dtype is None:
-        _check_float64(stored[name].dtype for name in _names(entries))
+        _check_float64(stored[name].dtype for name in names_of(entries))
     fork_streams(model, options.get("rngs"))
     memory = Memory() if mesh is None else OnMesh(mesh)
-    _fill(own, entries, stored, dtype, options.get("progress"), memory)
+    fill(own, entries, stored, dtype, options.get("progress"), memory)
     if mesh is not None:
         # What is left: the streams of dropout.
         shard(model, mesh)
@@ -141,7 +135,7 @@ def save(
     dtypes = [param.dtype for param in parameters(model).values()]
     dtype = jnp.result_type(*dtypes).name
     fields = write_config(family, config, dtype)
-    entries = _plan(model, params, family.layout)
+    entries = plan_entries(model, params, family.layout)
     # The first process writes; the others help to gather what is split over all.
     if jax.process_index() > 0:
         take_part(entries, params)
@@ -282,74 +276,6 @@ def _current(name: str) -> str:
     return name.replace("LayerNorm.beta", "LayerNorm.bias")
 
 
-def _plan(model: nnx.Module, own: Mapping[str, Tensor], layout: Layout) -> list[Entry]:
-    shapes = {name: tensor.shape for name, tensor in own.items()}
-    entries = plan(shapes, layout, axes_of(model, layout))
-    return sorted(entries, key=lambda entry: entry.theirs)
-
-
-def _match(
-    model: nnx.Module,
-    own: Mapping[str, Tensor],
-    family: Family,
-    stored: Mapping[str, Stored],
-    weights: Path,
-) -> list[Entry]:
-    """Return the entries of a model by their names in the files, or raise with all that is wrong.
-
-    Of the layouts of the family it is the one that has the fewest names that are not there.
-    """
-    plans = []
-    for layout in (family.layout, *family.others):
-        entries = _plan(model, own, layout)
-        plans.append((layout, _named_as_in(stored, entries, family)))
-    layout, entries = min(plans, key=lambda plan: len(_names(plan[1]) - stored.keys()))
-    shapes = {name: entry.shape for name, entry in stored.items()}
-    wrong = problems(entries, shapes, layout)
-    # Names that are missing are reported already.
-    for name in sorted(_names(entries) & stored.keys()):
-        dtype = stored[name].dtype
-        if dtype not in DTYPES:
-            wrong.append(f"not readable {name}: its dtype is {dtype}")
-    if wrong:
-        heading = (
-            f"{weights} does not hold the weights of the {type(model).__name__} that config.json"
-            " describes:"
-        )
-        raise ConversionError("\n  ".join([heading, *wrong]))
-    return entries
-
-
-def _names(entries: list[Entry]) -> set[str]:
-    return {name for entry in entries for name in entry.tensors}
-
-
-def _named_as_in(names: Iterable[str], entries: list[Entry], family: Family) -> list[Entry]:
-    """Return the entries under the prefix that the anchor of the family has among these names.
-
-    Files of a model without its head lack the base, and those of a model inside another module have
-    a longer prefix.
-    """
-    base = family.base
-    anchored = next(entry for entry in entries if family.anchor in entry.ours)
-    anchor = anchored.theirs.removeprefix(base)
-    starts = [name.removesuffix(anchor) for name in names if name.endswith(anchor)]
-    # Without the anchor all names are those of the layout.
-    if not starts:
-        return entries
-    start = starts[0]
-    outer = start.removesuffix(base)
-    placed = []
-    for entry in entries:
-        # The head stands beside the base, and not in it.
-        if entry.theirs.startswith(base):
-            name = start + entry.theirs.removeprefix(base)
-        else:
-            name = outer + entry.theirs
-        placed.append(replace(entry, theirs=name))
-    return placed
-
-
 def _check_float64(dtypes: Iterable[Dtype]) -> None:
     for dtype in dtypes:
         if jnp.dtype(dtype) == jnp.float64 and jnp.result_type(float) != jnp.float64:
@@ -358,69 +284,3 @@ def _check_float64(dtypes: Iterable[Dtype]) -> None:
                 ' float64. Pass param_dtype=jnp.float32 or call jax.config.update("jax_enable_x64",'
                 " True)"
             )
-
-
-def _fill(
-    own: Mapping[str, Tensor],
-    entries: list[Entry],
-    stored: Mapping[str, Stored],
-    dtype: Dtype | None,
-    progress: bool | None,
-    memory: Memory | OnMesh,
-) -> None:
-    """Read the weights, the largest first: its copies are made while memory is free."""
-    groups = sorted(_by_variables(entries, own), key=_size, reverse=True)
-    # A log gets no bar, unless it is asked for.
-    shown = sys.stderr.isatty() if progress is None else progress
-    for group in _shown(groups) if shown else groups:
-        mapped = {}
-        for entry in group:
-            mapped |= _read(entry, stored)
-        for variable, layers in whole(own, mapped):
-            arrays = [array for parts in layers for array in parts]
-            # Statistics keep their dtype.
-            kept = dtype is None or not isinstance(variable, nnx.Param)
-            wanted = jnp.dtype(arrays[0].dtype if kept else dtype)
-            variable.set_value(memory.copy(arrays, variable, wanted))
-
-
-def _size(group: list[Entry]) -> int:
-    return sum(math.prod(entry.shape) for entry in group)
-
-
-def _read(entry: Entry, stored: Mapping[str, Stored]) -> dict[str, list[np.ndarray]]:
-    """Return the parts of an entry: each parameter whole, or in the pieces that it is stored in."""
-    if "*" not in entry.theirs:
-        parts = entry.parts(stored[entry.theirs].read())
-        return {name: [part] for name, part in parts.items()}
-    # Each expert is taken apart by itself, as one of one.
-    shapes = tuple((1, *shape[1:]) for shape in entry.shapes)
-    single = replace(entry, shapes=shapes)
-    found = {name: [] for name in entry.ours}
-    for tensor in entry.tensors:
-        parts = single.parts(stored[tensor].read()[None])
-        for name, pieces in found.items():
-            pieces.append(parts[name][0])
-    return found
-
-
-def _shown(groups: list[list[Entry]]) -> Iterable[list[Entry]]:
-    """Yield the groups, under a bar on stderr."""
-    from rich.console import Console
-    from rich.progress import track
-
-    return track(groups, "weights", console=Console(stderr=True))
-
-
-def _by_variables(entries: list[Entry], tensors: Mapping[str, Tensor]) -> Iterable[list[Entry]]:
-    """Return the entries that are of the same variables together: those of stacked layers."""
-    groups: dict[Any, list[Entry]] = {}
-    for entry in entries:
-        variables = [_variable(tensors[name]) for name in entry.ours]
-        key = tuple(map(id, variables))
-        groups.setdefault(key, []).append(entry)
-    return groups.values()
-
-
-def _variable(tensor: Tensor) -> nnx.Variable:
-    return tensor.variable if isinstance(tensor, LayerSlice) else tensor
