@@ -1,5 +1,9 @@
 """Checks of tokens that models are given, and of prompts."""
 
+from collections.abc import Sequence
+
+import numpy as np
+
 
 def check_ids(dtype: str) -> None:
     """Raise unless ids are integers."""
@@ -16,31 +20,37 @@ def check_no_start(start: object) -> None:
         )
 
 
-def check_prompt(
-    i: int,
-    length: int,
-    ends: tuple[int, int] | None,
+def check_prompts(
+    prompts: Sequence[np.ndarray],
     vocab_size: int,
     context_length: int,
     max_new_tokens: int,
     capacity: int | None,
 ) -> None:
-    """Raise unless prompt `i` fits a model and its cache.
+    """Raise unless prompts are of a vocabulary, and fit a model and its cache."""
+    for i, prompt in enumerate(prompts):
+        _check_tokens(i, prompt, vocab_size)
+        _check_length(i, len(prompt), context_length, max_new_tokens, capacity)
 
-    `ends` are the smallest and the largest id of the prompt; None is an empty prompt.
-    """
-    if ends is None:
+
+def _check_tokens(i: int, prompt: np.ndarray, vocab_size: int) -> None:
+    if not len(prompt):
         raise ValueError(
             f"a prompt holds at least one token; prompt {i} is empty. Begin with the model's start"
             " token"
         )
     # The smallest and the largest id tell of all.
-    if ends[0] < 0 or ends[1] >= vocab_size:
-        raise ValueError(
-            f"token ids lie in the vocabulary, 0 to {vocab_size - 1}; got"
-            f" {ends[0] if ends[0] < 0 else ends[1]} in prompt {i}. Encode text with the tokenizer"
-            " of this model"
-        )
+    for token in (int(prompt.min()), int(prompt.max())):
+        if not 0 <= token < vocab_size:
+            raise ValueError(
+                f"token ids lie in the vocabulary, 0 to {vocab_size - 1}; got {token} in prompt"
+                f" {i}. Encode text with the tokenizer of this model"
+            )
+
+
+def _check_length(
+    i: int, length: int, context_length: int, max_new_tokens: int, capacity: int | None
+) -> None:
     if length > context_length:
         raise ValueError(
             f"a prompt is at most context_length={context_length} tokens; prompt {i} has {length}."

@@ -41,6 +41,25 @@ def as_stop_tokens(tokens: StopTokens) -> frozenset[int]:
     return frozenset(ids.tolist())
 
 
+def as_start(tokens: Sequence[int]) -> np.ndarray:
+    """Return the tokens that the decoder of an encoder-decoder begins with in each row.
+
+    Raises:
+        ValueError: if they are not integers, or those of several rows.
+
+    Example:
+        >>> as_start([7, 3])
+        array([7, 3])
+    """
+    prompts, single = as_prompts(tokens)
+    if not single:
+        raise ValueError(
+            "start is one list of tokens, with which the decoder begins in each row; got"
+            f" {tokens!r}. Pass the tokens of one row"
+        )
+    return prompts[0].astype(np.int64)
+
+
 def as_prompts(tokens: Prompts) -> tuple[list[np.ndarray], bool]:
     """Return prompts as arrays of ids, and whether there was only one, without a batch axis.
 

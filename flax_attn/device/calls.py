@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,7 +15,8 @@ from flax_attn.bench.calls import ModelCall
 from flax_attn.functional.dropout import KeyedDropout
 from flax_attn.functional.masks import Mask
 
-B, T, S, N, K = 2, 75, 107, 4, 2  # no multiple of any tile, and pairwise different
+# No multiple of any tile, and pairwise different.
+B, T, S, N, K = 2, 75, 107, 4, 2
 
 
 def _float(*shape: int) -> ShapeDtypeStruct:
@@ -28,26 +31,25 @@ def _call(
         "query": _float(B, t, N, h),
         "key": _float(B, S, K, h),
         "value": _float(B, S, K, v or h),
+        **more,
     }
-    known = ("soft_cap", "score")
-    options = {key: value for key, value in more.items() if key in known}
-    given = {key: value for key, value in more.items() if key not in known}
     if mask is not None:
-        given["mask"] = mask
-    learned = ["query", "key", "value", *(key for key in ("bias", "sinks") if key in given)]
-    return ModelCall(name, arrays | given, options, tuple(learned))
+        arrays["mask"] = mask
+    # A number and a function are part of the program, and no arrays.
+    options = {key: arrays.pop(key) for key in ("soft_cap", "score") if key in more}
+    learned = [key for key in ("query", "key", "value", "bias", "sinks") if key in arrays]
+    return ModelCall(name, arrays, options, tuple(learned))
 
 
 def _lengths() -> Any:
-    return jax.eval_shape(lambda rows: Mask.lengths(key=rows), ShapeDtypeStruct((B,), jnp.int32))
+    rows = ShapeDtypeStruct((B,), jnp.int32)
+    return jax.eval_shape(lambda rows: Mask.lengths(key=rows), rows)
 
 
 def _documents() -> Any:
-    return jax.eval_shape(
-        lambda queries, keys: Mask.segments(queries, keys),
-        ShapeDtypeStruct((B, T), jnp.int32),
-        ShapeDtypeStruct((B, S), jnp.int32),
-    )
+    queries = ShapeDtypeStruct((B, T), jnp.int32)
+    keys = ShapeDtypeStruct((B, S), jnp.int32)
+    return jax.eval_shape(Mask.segments, queries, keys)
 
 
 def _softer(score: Any, b: Any, n: Any, i: Any, j: Any) -> Any:
@@ -87,11 +89,10 @@ def in_dtype(call: ModelCall, dtype: str) -> ModelCall:
     """Return a call whose floats have a dtype."""
 
     def cast(x: Any) -> Any:
-        floating = isinstance(x, ShapeDtypeStruct) and jnp.issubdtype(x.dtype, jnp.floating)
+        floating = _is_open(x) and jnp.issubdtype(x.dtype, jnp.floating)
         return ShapeDtypeStruct(x.shape, jnp.dtype(dtype)) if floating else x
 
-    arrays = jax.tree.map(cast, call.arrays)
-    return ModelCall(call.name, arrays, call.options, call.learned)
+    return replace(call, arrays=jax.tree.map(cast, call.arrays))
 
 
 def drawn(call: ModelCall, seed: int = 0) -> tuple[dict[str, Any], np.ndarray]:
@@ -100,26 +101,32 @@ def drawn(call: ModelCall, seed: int = 0) -> tuple[dict[str, Any], np.ndarray]:
     Integers of one axis are lengths, and of two the documents of tokens.
     """
     random = np.random.default_rng(seed)
-    keys = call.arrays["key"].shape[1]
-
-    def draw(x: Any) -> Any:
-        if not isinstance(x, ShapeDtypeStruct):
-            return x
-        if x.dtype == jnp.uint32:
-            return random.integers(0, 2**32, x.shape, np.uint32)
-        if x.dtype == jnp.int32:
-            return _integers(x.shape, keys)
-        return random.standard_normal(x.shape, np.float32).astype(x.dtype)
-
-    arrays = jax.tree.map(draw, call.arrays)
+    draw = partial(_drawn, random, call.arrays["key"].shape[1])
+    arrays = jax.tree.map(lambda x: draw(x) if _is_open(x) else x, call.arrays)
     if call.name == NAN:
         arrays["value"][1, -1, 0, 3] = np.nan
     return arrays, draw(call.cotangent)
 
 
+def _is_open(x: Any) -> bool:
+    # Else it is known already, as an array of booleans is.
+    return isinstance(x, ShapeDtypeStruct)
+
+
+def _drawn(random: np.random.Generator, keys: int, x: ShapeDtypeStruct) -> np.ndarray:
+    if x.dtype == jnp.int32:
+        return _integers(x.shape, keys)
+    # The key of dropout.
+    if x.dtype == jnp.uint32:
+        return random.integers(0, 2**32, x.shape, np.uint32)
+    return random.standard_normal(x.shape, np.float32).astype(x.dtype)
+
+
 def _integers(shape: tuple[int, ...], keys: int) -> np.ndarray:
+    # Lengths: all keys but one, and less in each row that follows.
     if len(shape) == 1:
         shorter = np.arange(shape[0]) * keys // (2 * shape[0])
         return (keys - 1 - shorter).astype(np.int32)
+    # Five documents, as long as one another.
     documents = np.arange(shape[1]) * 5 // shape[1]
     return np.broadcast_to(documents, shape).astype(np.int32)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -14,10 +14,11 @@ from flax_attn.backends.call import Unsupported
 from flax_attn.bench.calls import ModelCall, forward_and_backward
 from flax_attn.device.calls import CALLS, NAN, drawn, in_dtype
 from flax_attn.device.clock import Clock
-from flax_attn.device.report import Judgement
+from flax_attn.device.report import Judgement, first_line
 from flax_attn.parity import tolerance
 
-DTYPES = ("bfloat16", "float32", "float16")  # in the order in which models use them
+# In the order in which models use them.
+DTYPES = ("bfloat16", "float32", "float16")
 # What was seen is NaN for all that a row reads: only what stands by queries is compared.
 BY_QUERIES = ("output", "query")
 
@@ -53,29 +54,42 @@ class Judge:
         self.expected = cache(self._expected)
 
     def __call__(self, backend: str) -> Judgement:
-        call, dtype = self.call.name, self.call.arrays["query"].dtype.name
+        result = partial(Judgement, backend, self.call.name, self.dtype.name)
         try:
-            error = self._excess(backend, 0)
-            if not error <= 1:
-                others = [self._excess(backend, seed) for seed in range(1, tolerance.DRAWS)]
-                error = float(np.median([error, *others]))
+            error = self._error(backend)
         except Unsupported as refusal:
-            return Judgement(backend, call, dtype, "refused", note=str(refusal))
-        except Exception as failure:  # of a compiler or a driver: the others go on
-            note = f"{type(failure).__name__}: {failure}".splitlines()[0]
-            return Judgement(backend, call, dtype, "failed", note=note)
-        return Judgement(backend, call, dtype, "equal" if error <= 1 else "differs", error)
+            return result("refused", note=str(refusal))
+        # Of a compiler or a driver: the others go on.
+        except Exception as failure:
+            return result("failed", note=first_line(failure))
+        status = "equal" if error <= 1 else "differs"
+        return result(status, error)
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The dtype of the call."""
+        return self.call.arrays["query"].dtype
+
+    def _error(self, backend: str) -> float:
+        """Return the largest error over the allowed one, or the median of a few if it is large."""
+        error = self._excess(backend, 0)
+        # Infinity is more, and NaN is no number: both are drawn again.
+        if error <= 1:
+            return error
+        others = [self._excess(backend, seed) for seed in range(1, tolerance.DRAWS)]
+        return float(np.median([error, *others]))
 
     def _expected(self, seed: int) -> tuple[Results, list[Results]]:
         """Return the formula in float64, and in the dtype of the call."""
-        arrays, cotangent = drawn(self.call, seed)
+        numbers = drawn(self.call, seed)
+        formula = partial(_results, "reference", self.call)
         with jax.default_device(jax.devices("cpu")[0]):
-            plain = [_results("reference", self.call, arrays, cotangent)]
+            plain = [formula(*numbers)]
             with jax.enable_x64(True):
-                wide = jax.tree.map(_wide, (arrays, cotangent))
-                exact = _results("reference", self.call, *wide)
+                exact = formula(*jax.tree.map(_wide, numbers))
+        # An accelerator rounds products otherwise than a processor.
         if jax.default_backend() != "cpu":
-            plain.append(_results("reference", self.call, arrays, cotangent))
+            plain.append(formula(*numbers))
         return exact, plain
 
     def _excess(self, backend: str, seed: int) -> float:
@@ -84,17 +98,27 @@ class Judge:
         exact, plain = self.expected(seed)
         if self.call.name == NAN:
             exact = {name: exact[name] for name in BY_QUERIES}
-        if any(not np.array_equal(np.isnan(found[x]), np.isnan(exact[x])) for x in exact):
+        if not _same_nans(found, exact):
             return np.inf
-        eps = float(jnp.finfo(self.call.arrays["query"].dtype).eps)
-        output = {"output": exact["output"]}
-        gradients = {name: x for name, x in exact.items() if name != "output"}
-        errors = tolerance.lower_dtype(found, plain, output, tolerance.LOW_FORWARD, eps)
-        errors |= tolerance.lower_dtype(found, plain, gradients, tolerance.LOW_GRADIENT, eps)
-        return max(errors.values())
+        return _largest_error(found, plain, exact, self.dtype)
+
+
+def _largest_error(found: Results, plain: list[Results], exact: Results, dtype: Any) -> float:
+    gradients = dict(exact)
+    output = {"output": gradients.pop("output")}
+    eps = float(jnp.finfo(dtype).eps)
+    errors = tolerance.lower_dtype(found, plain, output, tolerance.LOW_FORWARD, eps)
+    errors |= tolerance.lower_dtype(found, plain, gradients, tolerance.LOW_GRADIENT, eps)
+    return max(errors.values())
+
+
+def _same_nans(found: Results, exact: Results) -> bool:
+    pairs = [(found[name], x) for name, x in exact.items()]
+    return all(np.array_equal(np.isnan(own), np.isnan(x)) for own, x in pairs)
 
 
 def _wide(x: Any) -> Any:
+    # Lengths, keys and functions stay as they are.
     floating = hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)
     return np.asarray(x, np.float64) if floating else x
 

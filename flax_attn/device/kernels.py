@@ -49,8 +49,11 @@ def kernel(name: str) -> ComparedKernel:
         ours = partial(_tokamax, implementation)
     else:
         ours = partial(dot_product_attention, backend=name)
-    plain = {"cudnn": partial(_jax, "cudnn"), "reference": partial(_jax, "xla")}
-    plain["tokamax"] = partial(_plain_tokamax, implementation or "mosaic_gpu")
+    plain = {
+        "cudnn": partial(_jax, "cudnn"),
+        "reference": partial(_jax, "xla"),
+        "tokamax": partial(_plain_tokamax, implementation or "mosaic_gpu"),
+    }
     return ComparedKernel(name, ours, plain.get(backend))
 
 
@@ -59,18 +62,17 @@ def _tokamax(implementation: str, query, key, value, bias=None, mask=None, **opt
 
 
 def _jax(implementation: str, query, key, value, bias=None, mask=None, **options: Any) -> Array:
-    return _call(
-        jax.nn.dot_product_attention,
-        implementation,
-        prepare(query, key, value, bias, mask, **options),
-    )
+    call = prepare(query, key, value, bias, mask, **options)
+    return _call(jax.nn.dot_product_attention, implementation, call)
 
 
 def _plain_tokamax(
     implementation: str, query, key, value, bias=None, mask=None, **options: Any
 ) -> Array:
     call = prepare(query, key, value, bias, mask, **options)
-    attend = partial(import_module("tokamax").dot_product_attention, logits_soft_cap=call.soft_cap)
+    # It need not be installed.
+    tokamax = import_module("tokamax")
+    attend = partial(tokamax.dot_product_attention, logits_soft_cap=call.soft_cap)
     return _call(attend, implementation, call)
 
 
@@ -85,12 +87,14 @@ def _mask(call: Call) -> dict[str, Any]:
     left, right = sides(call)
     # At t != s the named sides mean other keys there than our offset does.
     moved = t != s and (left, right) != (None, None)
-    if moved or not is_band(replace(call, bias=None)):
+    named = is_band(replace(call, bias=None))
+    if moved or not named:
         return {"mask": _whole(call, t, s)}
     options: dict[str, Any] = {"is_causal": right == 0}
-    # An open side of a window is written as one that reaches to the end.
     if left is not None:
-        options["local_window_size"] = (left, s if right is None else right)
+        # An open side of a window is written as one that reaches to the end.
+        end = s if right is None else right
+        options["local_window_size"] = left, end
     if has_lengths(call):
         options["key_value_seq_lengths"] = _key_lengths(call)
     return options

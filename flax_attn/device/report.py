@@ -111,25 +111,28 @@ class DeviceReport:
     def slower(self) -> dict[str, tuple[Timing, Timing]]:
         """By call: what `"auto"` takes, and the backend that was faster, where one was."""
         found = {}
-        for call in dict.fromkeys(one.call for one in self.timings):
-            own = [x for x in self.timings if x.call == call and x.ours and x.forward is not None]
-            chosen = next((one for one in own if one.chosen), None)
-            fastest = min(own, key=lambda one: one.forward or 0.0, default=None)
-            if chosen and fastest and fastest is not chosen:
-                found[call] = chosen, fastest
+        for one in self._timed():
+            fastest = self._fastest(one.call)
+            if one.chosen and fastest is not one:
+                found[one.call] = one, fastest
         return found
+
+    def _timed(self) -> list[Timing]:
+        """Return the backends of ours on the calls on which their time is known."""
+        return [one for one in self.timings if one.ours and one.forward is not None]
+
+    def _fastest(self, call: str) -> Timing:
+        own = [one for one in self._timed() if one.call == call]
+        return min(own, key=lambda one: one.forward or 0.0)
 
     @property
     def best_tiles(self) -> dict[str, TriedTiles]:
         """The fastest tiles of each call."""
-        found: dict[str, TriedTiles] = {}
+        groups: dict[str, list[TriedTiles]] = {}
         for one in self.tiles:
-            best = found.get(one.call)
-            if one.seconds is None:
-                continue
-            if best is None or best.seconds is None or one.seconds < best.seconds:
-                found[one.call] = one
-        return found
+            if one.seconds is not None:
+                groups.setdefault(one.call, []).append(one)
+        return {call: min(own, key=lambda one: one.seconds or 0.0) for call, own in groups.items()}
 
     def as_dict(self) -> dict[str, Any]:
         """Return all of it as plain data."""
@@ -176,18 +179,28 @@ def _machine(report: DeviceReport) -> str:
 
 
 def _conformance(report: DeviceReport) -> str:
-    rows: list[Sequence[str]] = [("backend", "dtype", *STATUSES, "largest error")]
-    groups = dict.fromkeys((one.backend, one.dtype) for one in report.judgements)
-    for group in groups:
-        own = [one for one in report.judgements if (one.backend, one.dtype) == group]
-        counts = Counter(one.status for one in own)
-        shown = [str(counts[status]) for status in STATUSES]
-        errors = [one.error for one in own if one.error is not None]
-        largest = max(errors, default=0.0)
-        rows.append((*group, *shown, f"{largest:.2f}"))
+    groups = _by_backend(report.judgements)
+    heading = "backend", "dtype", *STATUSES, "largest error"
+    rows = [(*group, *_counts(own)) for group, own in groups.items()]
     legend = "Errors are over the allowed ones: at most 1 is equal."
     wrong = [_wrong(one) for one in report.wrong]
-    return "\n\n".join([table(rows), legend, *wrong])
+    return "\n\n".join([table([heading, *rows]), legend, *wrong])
+
+
+def _by_backend(judgements: Sequence[Judgement]) -> dict[tuple[str, str], list[Judgement]]:
+    """Return the judgements of each backend in each dtype."""
+    groups: dict[tuple[str, str], list[Judgement]] = {}
+    for one in judgements:
+        groups.setdefault((one.backend, one.dtype), []).append(one)
+    return groups
+
+
+def _counts(judgements: Sequence[Judgement]) -> list[str]:
+    """Return how many judgements have each status, and their largest error."""
+    counts = Counter(one.status for one in judgements)
+    errors = [one.error for one in judgements if one.error is not None]
+    largest = max(errors, default=0.0)
+    return [*(str(counts[status]) for status in STATUSES), f"{largest:.2f}"]
 
 
 def _wrong(one: Judgement) -> str:
@@ -197,40 +210,45 @@ def _wrong(one: Judgement) -> str:
 
 def _times(report: DeviceReport) -> str:
     heading = "call", "kernel", "forward ms", "with backward ms", "predicted ms", "MiB", "note"
-    rows: list[Sequence[str]] = [heading, *(_timing(one) for one in report.timings)]
-    lines = []
-    for call, (chosen, other) in report.slower.items():
-        taken = milliseconds(chosen.forward)
-        least = milliseconds(other.forward)
-        names = f"`auto` takes {chosen.kernel} for {call}, and {other.kernel} was faster"
-        lines.append(f"{names}: {least} of {taken} ms.")
-    return "\n\n".join([table(rows), *lines])
+    rows = [_timing(one) for one in report.timings]
+    lines = [_slower(*pair) for pair in report.slower.values()]
+    return "\n\n".join([table([heading, *rows]), *lines])
+
+
+def _slower(chosen: Timing, other: Timing) -> str:
+    names = f"`auto` takes {chosen.kernel} for {chosen.call}, and {other.kernel} was faster"
+    return f"{names}: {milliseconds(other.forward)} of {milliseconds(chosen.forward)} ms."
 
 
 def _timing(one: Timing) -> tuple[str, ...]:
     memory = "" if one.temporaries is None else f"{one.temporaries / MIB:.1f}"
+    kernel = f"**{one.kernel}** (auto)" if one.chosen else one.kernel
+    timed = one.status == "timed"
+    note = one.note if timed else f"{one.status}: {one.note}"
     return (
         one.call,
-        f"**{one.kernel}** (auto)" if one.chosen else one.kernel,
+        kernel,
         milliseconds(one.forward),
         milliseconds(one.backward),
         milliseconds(one.predicted),
         memory,
-        one.note if one.status == "timed" else f"{one.status}: {one.note}",
+        note,
     )
 
 
 def _tiles(report: DeviceReport) -> str:
     if not report.tiles:
         return "None were tried."
-    rows = [("call", "tiles", "with backward ms", "note")]
-    for one in report.tiles:
-        usual = " (usual)" if one.usual else ""
-        seconds = milliseconds(one.seconds)
-        rows.append((one.call, f"`{one.row}`{usual}", seconds, one.note))
+    heading = "call", "tiles", "with backward ms", "note"
+    rows = [_row_of_tiles(one) for one in report.tiles]
     # As they are pasted into flax_attn/backends/fused/tilings.py.
     best = [f"    {one.row},  # {call}" for call, one in report.best_tiles.items()]
-    return "\n".join([table(rows), "", "```python", *best, "```"])
+    return "\n".join([table([heading, *rows]), "", "```python", *best, "```"])
+
+
+def _row_of_tiles(one: TriedTiles) -> tuple[str, ...]:
+    usual = " (usual)" if one.usual else ""
+    return one.call, f"`{one.row}`{usual}", milliseconds(one.seconds), one.note
 
 
 def milliseconds(seconds: float | None) -> str:
@@ -242,5 +260,19 @@ def table(rows: Iterable[Sequence[str]]) -> str:
     """Return rows as a table in Markdown, of which the first is the heading."""
     heading, *others = rows
     lines = [heading, ("---",) * len(heading), *others]
-    cells = ([cell.replace("|", "\\|").replace("\n", " ") for cell in line] for line in lines)
-    return "\n".join(f"| {' | '.join(line)} |" for line in cells)
+    return "\n".join(f"| {' | '.join(map(_cell, line))} |" for line in lines)
+
+
+def _cell(text: str) -> str:
+    # A bar or a new line would end the cell.
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def first_line(error: Exception) -> str:
+    r"""Return the name of an error and the first line of its message: compilers write pages.
+
+    Example:
+        >>> first_line(ValueError("too large\nat line 7"))
+        'ValueError: too large'
+    """
+    return f"{type(error).__name__}: {error}".splitlines()[0]

@@ -12,7 +12,7 @@ from flax_attn.backends.fused.kernel import Tiling
 from flax_attn.backends.fused.tilings import TileRow, row_of, tried
 from flax_attn.bench.calls import ModelCall, forward, forward_and_backward
 from flax_attn.device.clock import Clock
-from flax_attn.device.report import TriedTiles
+from flax_attn.device.report import TriedTiles, first_line
 from flax_attn.device.times import timed
 
 # Queries, keys and warps of a tile; on a TPU a tile has no warps.
@@ -26,10 +26,10 @@ def candidates(usual: TileRow) -> list[TileRow]:
     Forward and backward are tried with the same sizes: the best of each is found in one pass.
     """
     if usual.platform == "tpu":
-        sizes = [Tiling(t, s) for t, s in TPU_TILES]
+        sizes = [Tiling(*tile) for tile in TPU_TILES]
     else:
-        stages = (1, 2)
-        sizes = [Tiling(t, s, warps, stage) for (t, s, warps), stage in product(GPU_TILES, stages)]
+        # Keys are loaded while those before are computed on, or are not.
+        sizes = [Tiling(*tile, stages) for tile, stages in product(GPU_TILES, (1, 2))]
     return [usual, *(usual._replace(forward=size, backward=size) for size in sizes)]
 
 
@@ -42,14 +42,19 @@ def tried_tiles(
         if clock.over(share):
             return
         usual = row_of(_prepared(call))
-        width = max(call.arrays["query"].shape[3], call.arrays["value"].shape[3])
-        if (width, usual.itemsize) in seen:
+        arrays = call.arrays
+        width = max(arrays["query"].shape[3], arrays["value"].shape[3])
+        kind = width, usual.itemsize
+        # Other calls of this width have the same row.
+        if kind in seen:
             continue
-        seen.add((width, usual.itemsize))
+        seen.add(kind)
+        sizes = usual.forward, usual.backward
         for row in candidates(usual._replace(width=width)):
             if clock.over(share):
                 return
-            yield _try(call, row, row.forward == usual.forward and row.backward == usual.backward)
+            same = sizes == (row.forward, row.backward)
+            yield _try(call, row, same)
 
 
 def _prepared(call: ModelCall) -> Call:
@@ -60,7 +65,7 @@ def _try(call: ModelCall, row: TileRow, usual: bool) -> TriedTiles:
     try:
         with tried(row):
             found = timed(call, forward(call, "fused"), forward_and_backward(call, "fused"))
-    except Exception as error:  # tiles that do not fit the chip are a finding
-        note = f"{type(error).__name__}: {error}".splitlines()[0]
-        return TriedTiles(call.name, str(row), usual, note=note)
+    # Tiles that do not fit the chip are a finding.
+    except Exception as error:
+        return TriedTiles(call.name, str(row), usual, note=first_line(error))
     return TriedTiles(call.name, str(row), usual, found.backward)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -14,7 +15,7 @@ from flax_attn.bench.calls import ModelCall, forward, forward_and_backward, with
 from flax_attn.device.calls import drawn
 from flax_attn.device.clock import Clock
 from flax_attn.device.kernels import kernel
-from flax_attn.device.report import Timing
+from flax_attn.device.report import Timing, first_line
 from flax_attn.device.torch_kernels import torch_timers
 from flax_attn.sharding.explain import Explanation, explain
 
@@ -64,9 +65,9 @@ def _timing(name: str, timer: Timer, call: ModelCall, found: Explanation, over: 
         return Timing(status="not reached", **known)
     try:
         measured = timer(call)
-    except Exception as error:  # of any library: that one fails is a finding, and the others go on
-        note = f"{type(error).__name__}: {error}".splitlines()[0]
-        return Timing(status="failed", note=note, **known)
+    # Of any library: that one fails is a finding, and the others go on.
+    except Exception as error:
+        return Timing(status="failed", note=first_line(error), **known)
     return Timing(status="timed", **known, **vars(measured))
 
 
@@ -75,7 +76,11 @@ def _ours(backends: Sequence[str]) -> dict[str, Timer]:
 
 
 def _backend_timer(name: str) -> Timer:
-    return lambda call: timed(call, forward(call, name), forward_and_backward(call, name))
+    return partial(_timed_backend, name)
+
+
+def _timed_backend(name: str, call: ModelCall) -> TimedCall:
+    return timed(call, forward(call, name), forward_and_backward(call, name))
 
 
 def rivals() -> dict[str, Timer]:
@@ -91,38 +96,55 @@ def rivals() -> dict[str, Timer]:
 def _plain(name: str) -> Timer:
     attend = kernel(name).plain
     assert attend is not None, "these three have one"
+    return partial(_timed_plainly, attend)
 
-    def timer(call: ModelCall) -> TimedCall:
-        def run(arrays: dict[str, Any]) -> Any:
-            return attend(**arrays, **call.options)
 
-        return timed(call, run, with_gradients(call, run))
+def _timed_plainly(attend: Callable, call: ModelCall) -> TimedCall:
+    def run(arrays: dict[str, Any]) -> Any:
+        return attend(**arrays, **call.options)
 
-    return timer
+    return timed(call, run, with_gradients(call, run))
 
 
 def timed(call: ModelCall, one: Callable, both: Callable) -> TimedCall:
     """Return the times of two functions: of a call's arrays, and of these and its cotangent."""
     arrays, cotangent = jax.device_put(drawn(call))
-    alone = jax.jit(one).lower(arrays).compile()
-    whole = jax.jit(both).lower(arrays, cotangent).compile()
-    memory = whole.memory_analysis()
-    return TimedCall(
-        forward=_least(lambda: alone(arrays)),
-        backward=_least(lambda: whole(arrays, cotangent)),
-        temporaries=None if memory is None else memory.temp_size_in_bytes,
-    )
+    alone = _compiled(one, arrays)
+    whole = _compiled(both, arrays, cotangent)
+    forward_seconds = _least(partial(alone, arrays))
+    backward_seconds = _least(partial(whole, arrays, cotangent))
+    return TimedCall(forward_seconds, backward_seconds, _temporaries(whole))
+
+
+def _compiled(function: Callable, *arguments: Any) -> Any:
+    # Before it is timed, so that no time has that in it.
+    return jax.jit(function).lower(*arguments).compile()
+
+
+def _temporaries(compiled: Any) -> int | None:
+    memory = compiled.memory_analysis()
+    # Not every platform says how much it needs.
+    return None if memory is None else memory.temp_size_in_bytes
 
 
 def _least(call: Callable[[], Any]) -> float:
-    def run(repeats: int) -> None:
-        # Sent on end, so that what the host does between two calls is hidden.
-        found = [call() for _ in range(repeats)]
-        jax.block_until_ready(found[-1])
-
-    run(1)  # the first is slower
+    """Return the seconds of a call, the least of several turns."""
+    run = partial(_repeat, call)
+    # The first is slower.
+    run(1)
     once = timing.seconds_per_call(run)
-    # All results are in memory until the last is there: few at a time.
-    repeats = max(1, min(8, int(timing.TURN / max(once, 1e-9))))
     turns = 1 if once > timing.BUDGET else TURNS
+    repeats = _repeats(once)
     return min(timing.seconds_per_call(run, repeats) for _ in range(turns))
+
+
+def _repeat(call: Callable[[], Any], repeats: int) -> None:
+    # Sent on end, so that what the host does between two calls is hidden.
+    found = [call() for _ in range(repeats)]
+    jax.block_until_ready(found[-1])
+
+
+def _repeats(once: float) -> int:
+    fitting = int(timing.TURN / max(once, 1e-9))
+    # All results are in memory until the last is there: few at a time.
+    return max(1, min(8, fitting))

@@ -19,7 +19,10 @@ from flax_attn.functional.masks import Mask
 TURNS, REPEATS = 5, 8
 
 
-def torch_timers(result: Callable[[float, float], Any]) -> dict[str, Callable[[ModelCall], Any]]:
+Timer = Callable[[ModelCall], Any]
+
+
+def torch_timers(result: Callable[[float, float], Any]) -> dict[str, Timer]:
     """Return SDPA and FlexAttention by name; nothing where PyTorch has no CUDA.
 
     `result` is made of the seconds forward, and forward with backward.
@@ -28,12 +31,20 @@ def torch_timers(result: Callable[[float, float], Any]) -> dict[str, Callable[[M
         return {}
     import torch
 
+    # It may be installed for processors alone.
     if not torch.cuda.is_available():
         return {}
     return {
-        "torch SDPA": lambda call: result(*_seconds(call, sdpa(call), "cuda")),
-        "torch FlexAttention": lambda call: result(*_seconds(call, flex(call), "cuda")),
+        "torch SDPA": partial(_timed, result, sdpa),
+        "torch FlexAttention": partial(_timed, result, flex),
     }
+
+
+def _timed(result: Callable, translate: Callable, call: ModelCall) -> Any:
+    attend, inputs, cotangent = tensors(call, translate(call), "cuda")
+    forward = _least(partial(_forward, attend, inputs))
+    backward = _least(partial(_backward, attend, inputs, cotangent))
+    return result(forward, backward)
 
 
 def sdpa(call: ModelCall) -> Callable[..., Any]:
@@ -46,24 +57,33 @@ def sdpa(call: ModelCall) -> Callable[..., Any]:
 
     missing = [name for name in ("soft_cap", "score", "sinks") if name in call.arguments]
     if missing:
-        raise ValueError(
-            f"SDPA has no {', '.join(missing)}; got a call with one. Compare FlexAttention"
-        )
-    options: dict[str, Any] = {"scale": call.options.get("scale"), "enable_gqa": True}
-    dropout = call.arrays.get("dropout")
-    options["dropout_p"] = 0.0 if dropout is None else dropout.rate
-    t, s = call.arrays["query"].shape[1], call.arrays["key"].shape[1]
-    mask = call.arrays.get("mask", Mask())
-    if "bias" not in call.arrays and mask in (Mask(), Mask.causal()) and t == s:
-        options["is_causal"] = mask == Mask.causal()
-        return partial(scaled_dot_product_attention, **options)
-    return partial(scaled_dot_product_attention, **options, attn_mask=_added)
+        parts = ", ".join(missing)
+        raise ValueError(f"SDPA has no {parts}; got a call with one. Compare FlexAttention")
+    arrays = call.arrays
+    dropout = arrays.get("dropout")
+    options: dict[str, Any] = {
+        "scale": call.options.get("scale"),
+        "enable_gqa": True,
+        "dropout_p": 0.0 if dropout is None else dropout.rate,
+    }
+    mask = arrays.get("mask", Mask())
+    causal = Mask.causal()
+    square = arrays["query"].shape[1] == arrays["key"].shape[1]
+    # Without an array SDPA takes its fastest kernels.
+    named = mask in (Mask(), causal) and square
+    if named and "bias" not in arrays:
+        options["is_causal"] = mask == causal
+    else:
+        options["attn_mask"] = _added
+    return partial(scaled_dot_product_attention, **options)
 
 
-def _added(arrays: dict[str, Any], shape: tuple[int, int, int, int], dtype: Any) -> np.ndarray:
+def _added(arrays: dict[str, Any]) -> np.ndarray:
     """Return mask and bias of a call as one array that is added."""
-    mask = arrays.get("mask", Mask()).resolve(*shape)
-    visible = mask.block(jnp.arange(shape[2]), jnp.arange(shape[3]))
+    b, t, n, _ = arrays["query"].shape
+    s = arrays["key"].shape[1]
+    mask = arrays.get("mask", Mask()).resolve(b, n, t, s)
+    visible = mask.block(jnp.arange(t), jnp.arange(s))
     bias = jnp.asarray(arrays.get("bias", 0.0), jnp.float32)
     return np.asarray(jnp.where(visible, bias, -jnp.inf))
 
@@ -82,30 +102,32 @@ def flex(call: ModelCall) -> Callable[..., Any]:
 
     others = [name for name in ("score", "sinks", "bias", "dropout") if name in call.arguments]
     made = jax.eval_shape(lambda arrays: prepare(**arrays, **call.options), call.arrays)
-    left, right = sides(made)
-    (_, rest) = made.mask.split_band()
+    _, rest = made.mask.split_band()
     if others or rest.parts:
+        got = ", ".join(others) or "another mask"
         raise ValueError(
             "FlexAttention is compared on causal masks, windows and soft caps; got"
-            f" {', '.join(others) or 'another mask'}. Compare SDPA"
+            f" {got}. Compare SDPA"
         )
     cap = call.options.get("soft_cap")
+    # A side that is open is one beyond every token.
+    left, right = (2**30 if side is None else side for side in sides(made))
 
     def shown(b: Any, n: Any, i: Any, j: Any) -> Any:
-        # A side that is open is one beyond every token.
-        far = 2**30
-        return (i - j <= (far if left is None else left)) & (
-            j - i <= (far if right is None else right)
-        )
+        return (i - j <= left) & (j - i <= right)
 
     def capped(score: Any, b: Any, n: Any, i: Any, j: Any) -> Any:
         assert cap is not None, "it is given where there is a cap"
         return cap * torch.tanh(score / cap)
 
-    t, s = call.arrays["query"].shape[1], call.arrays["key"].shape[1]
-    blocks = create_block_mask(shown, None, None, t, s)
-    options = {"block_mask": blocks, "score_mod": capped if cap else None, "enable_gqa": True}
-    return partial(torch.compile(flex_attention), scale=call.options.get("scale"), **options)
+    _, _, t, s = made.shape
+    return partial(
+        torch.compile(flex_attention),
+        block_mask=create_block_mask(shown, None, None, t, s),
+        score_mod=capped if cap else None,
+        scale=call.options.get("scale"),
+        enable_gqa=True,
+    )
 
 
 def tensors(call: ModelCall, attend: Callable[..., Any], device: str) -> tuple[Callable, list, Any]:
@@ -116,38 +138,36 @@ def tensors(call: ModelCall, attend: Callable[..., Any], device: str) -> tuple[C
     dtype = getattr(torch, call.arrays["query"].dtype.name)
 
     def tensor(x: Any) -> Any:
+        # NumPy has no bfloat16 that torch would read.
         return torch.from_numpy(np.array(x, np.float32)).to(device, dtype)
 
-    heads_first = [
-        tensor(arrays[name]).transpose(1, 2).requires_grad_() for name in ("query", "key", "value")
-    ]
+    # torch has the heads before the tokens.
+    inputs = [tensor(arrays[name]).transpose(1, 2) for name in ("query", "key", "value")]
+    heads_first = [x.requires_grad_() for x in inputs]
     options = getattr(attend, "keywords", {})
     if options.get("attn_mask") is _added:
-        b, t, n, _ = arrays["query"].shape
-        shape = b, n, t, arrays["key"].shape[1]
-        attend = partial(attend, attn_mask=tensor(_added(arrays, shape, dtype)))
+        attend = partial(attend, attn_mask=tensor(_added(arrays)))
     return attend, heads_first, tensor(cotangent).transpose(1, 2)
 
 
-def _seconds(call: ModelCall, attend: Callable[..., Any], device: str) -> tuple[float, float]:
+def _forward(attend: Callable[..., Any], inputs: list) -> None:
     import torch
 
-    attend, inputs, cotangent = tensors(call, attend, device)
+    with torch.no_grad():
+        attend(*inputs)
 
-    def alone() -> None:
-        with torch.no_grad():
-            attend(*inputs)
 
-    def whole() -> None:
-        torch.autograd.grad(attend(*inputs), inputs, cotangent)
+def _backward(attend: Callable[..., Any], inputs: list, cotangent: Any) -> None:
+    import torch
 
-    return _least(alone), _least(whole)
+    torch.autograd.grad(attend(*inputs), inputs, cotangent)
 
 
 def _least(run: Callable[[], None]) -> float:
     import torch
 
     def turn(repeats: int) -> float:
+        # A GPU computes on after a call has returned.
         torch.cuda.synchronize()
         start = time.perf_counter()
         for _ in range(repeats):
@@ -155,5 +175,6 @@ def _least(run: Callable[[], None]) -> float:
         torch.cuda.synchronize()
         return (time.perf_counter() - start) / repeats
 
-    turn(1)  # compiles
+    # The first one compiles.
+    turn(1)
     return min(turn(REPEATS) for _ in range(TURNS))

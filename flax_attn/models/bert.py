@@ -96,54 +96,49 @@ class Bert(TextEncoder[BertConfig]):
     )
     pooler: Linear | None
 
-    def create_embeddings(
-        self, *, precision: PrecisionLike = None, rngs: nnx.Rngs, **numerics: Any
-    ) -> None:
+    def create_embeddings(self, **numerics: Any) -> None:
         """Set the tables of tokens, types and positions, and the norm and dropout of their sum."""
         config = self.config
         d_model = config.d_model
-        numerics["rngs"] = rngs
-        self.tok_emb = Embedding(config.vocab_size, d_model, precision=precision, **numerics)
+        self.tok_emb = Embedding(config.vocab_size, d_model, **numerics)
+        # Of these short tables devices split the width alone.
+        tables = {"axes": (None, "embed"), **numerics}
         # Both sentences of a pair pass through the model together.
-        self.type_emb = Embedding(config.num_types, d_model, axes=(None, "embed"), **numerics)
-        self.pos_emb = Embedding(config.context_length, d_model, axes=(None, "embed"), **numerics)
-        self.emb_norm = LayerNorm(d_model, config.eps, **numerics)
-        self.drop_emb = Dropout(config.dropout, rngs=rngs)
+        self.type_emb = Embedding(config.num_types, d_model, **tables)
+        self.pos_emb = Embedding(config.context_length, d_model, **tables)
+        self.emb_norm = self.norm(**numerics)
+        self.drop_emb = self.drop(**numerics)
 
-    def block(
-        self,
-        layer: int,
-        backend: str,
-        *,
-        precision: PrecisionLike = None,
-        rngs: nnx.Rngs,
-        **numerics: Any,
-    ) -> TransformerBlock:
+    def block(self, layer: int, backend: str, **numerics: Any) -> TransformerBlock:
         """Return a block: norms after the sums, dropout on what is added."""
-        config, d, numerics = self.config, self.config.d_model, {"rngs": rngs, **numerics}
-        options = {
-            "qkv_bias": True,
-            "causal": False,
-            "backend": backend,
-            "precision": precision,
-            **numerics,
-        }
+        config = self.config
+        d = config.d_model
+        options = {"qkv_bias": True, "causal": False, "backend": backend, **numerics}
         return TransformerBlock(
             MultiHeadAttention(
                 d, d, config.context_length, config.attention_dropout, config.num_heads, **options
             ),
-            FeedForward(d, config.d_hidden, config.activation, precision=precision, **numerics),
-            LayerNorm(d, config.eps, **numerics),
-            LayerNorm(d, config.eps, **numerics),
+            FeedForward(d, config.d_hidden, config.activation, **numerics),
+            self.norm(**numerics),
+            self.norm(**numerics),
             # As in the first Transformer: the norms stand after the sums.
             norm_first=False,
-            drop_shortcut=Dropout(config.dropout, rngs=rngs),
+            drop_shortcut=self.drop(**numerics),
         )
+
+    def norm(self, *, precision: PrecisionLike = None, **numerics: Any) -> LayerNorm:
+        """Return a norm."""
+        return LayerNorm(self.config.d_model, self.config.eps, **numerics)
+
+    def drop(self, rngs: nnx.Rngs, **numerics: Any) -> Dropout:
+        """Return the dropout of the embeddings, and of what the layers of a block add."""
+        return Dropout(self.config.dropout, rngs=rngs)
 
     def create_head(self, **numerics: Any) -> None:
         """Set the layer of `pooled`."""
         d = self.config.d_model
-        self.pooler = Linear(d, d, axes=("embed", None), **numerics) if self.config.pooler else None
+        numerics["axes"] = ("embed", None)
+        self.pooler = Linear(d, d, **numerics) if self.config.pooler else None
 
     def embed(
         self,
@@ -156,8 +151,8 @@ class Bert(TextEncoder[BertConfig]):
 
         `token_types` are integers `(t,)` or `(b, t)`; None is 0.
         """
-        types = jnp.zeros_like(tokens) if token_types is None else jnp.asarray(token_types)
-        types = jnp.broadcast_to(types, tokens.shape)
+        types = 0 if token_types is None else token_types
+        types = jnp.broadcast_to(jnp.asarray(types), tokens.shape)
         x = self.tok_emb(tokens) + self.type_emb(types)
         x = add(x, self.pos_emb(positions))
         x = self.emb_norm(x)
@@ -216,9 +211,7 @@ class BertMaskedLM(Bert):
     def create_head(self, **numerics: Any) -> None:
         """Set the head."""
         config = self.config
-        norm = LayerNorm(
-            config.d_model, config.eps, param_dtype=numerics["param_dtype"], dtype=numerics["dtype"]
-        )
+        norm = self.norm(**numerics)
         self.pooler = None
         self.head = MaskedLMHead(
             config.d_model, config.vocab_size, norm, config.activation, **numerics

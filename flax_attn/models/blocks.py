@@ -71,10 +71,8 @@ class Blocks(nnx.List[Block]):
         """
         caches = []
         for i, block in enumerate(self):
-            own = options | (each[i] if each else {})
-            # 0 is the key of the embedding.
-            own["dropout_key"] = fold_in(key, 1 + i)
-            own["positions"] = None if block.att.rope is None else positions
+            further = each[i] if each else {}
+            own = block_options(block, i, key, positions, options | further)
             if cache is not None:
                 ran = block.attend(x, cache=cache[i], **own)
                 x = ran.output
@@ -107,6 +105,21 @@ class Blocks(nnx.List[Block]):
         return tuple(block.cross.keep(encoded, lengths) for block in blocks)
 
 
+def block_options(
+    block: Block,
+    layer: Array | int,
+    key: Array | None,
+    positions: ArrayLike | None,
+    options: dict[str, Any],
+) -> dict[str, Any]:
+    """Return the options of the block of a layer: those of all, a dropout key, and positions."""
+    # 0 is the key of the embedding.
+    dropout_key = fold_in(key, 1 + layer)
+    # Without rotary positions they are in the embedding, or in the scores.
+    rotated = None if block.att.rope is None else positions
+    return {**options, "dropout_key": dropout_key, "positions": rotated}
+
+
 def empty_cache(block: Block, b: int | None, capacity: int, dtype: Dtype | None) -> Cache:
     """Return an empty cache of a block; that of a window holds the window at least."""
     return block.init_cache(b, max(capacity, block.att.window or 0), dtype)
@@ -123,20 +136,21 @@ def pure(graph: Any, options: Any, numbers: Sequence[Any] = ()) -> Callable:
         copy = nnx.merge(graph, state)
         if numbers:
             give_numbers(copy, numbers)
-        before = _key_counts(copy)
+        counts = _key_counts(copy)
+        before = {path: count.get_value() for path, count in counts}
         y = copy(x, **options) if cache is None else copy.attend(x, cache=cache, **options)
         # Only what the block changed: a model that was closed over cannot be written to.
-        kept = {path for path, value in _key_counts(copy).items() if value is before[path]}
-        counts = nnx.to_flat_state(nnx.state(copy, nnx.RngCount))
-        changed = [(path, count) for path, count in counts if path not in kept]
+        changed = []
+        for path, count in _key_counts(copy):
+            if count.get_value() is not before[path]:
+                changed.append((path, count))
         return y, nnx.from_flat_state(changed)
 
     return run
 
 
-def _key_counts(block: Block) -> dict[Any, Any]:
-    counts = nnx.to_flat_state(nnx.state(block, nnx.RngCount))
-    return {path: count.get_value() for path, count in counts}
+def _key_counts(block: Block) -> Any:
+    return nnx.to_flat_state(nnx.state(block, nnx.RngCount))
 
 
 def recompute(block: Block, x: Tokens, options: dict[str, Any]) -> Tokens:

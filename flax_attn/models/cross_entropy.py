@@ -7,6 +7,7 @@ Only in flax_attn: PyTorch's own is one call.
 
 from collections.abc import Callable
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import jax
@@ -80,12 +81,15 @@ def _on_mesh(
         return compute(logits, _LossAxes(), head, hidden, targets, weights)
     rows = spec(("batch", "tokens"), mesh, targets.shape)
     split, of_head = _split(head, rows, mesh)
-    where = (of_head, PartitionSpec(*rows, None), rows, rows)
+    of_hidden = PartitionSpec(*rows, None)
+    where = of_head, of_hidden, rows, rows
+    # The loss is a sum over all devices, and on each of them.
+    whole = PartitionSpec()
     local = jax.shard_map(
         partial(compute, logits, split),
         mesh=mesh,
         in_specs=where,
-        out_specs=(PartitionSpec(), *where[:2]) if gradients else PartitionSpec(),
+        out_specs=(whole, of_head, of_hidden) if gradients else whole,
         axis_names=free_axes(mesh),
         check_vma=False,  # sums over devices are taken by hand
     )
@@ -102,10 +106,12 @@ def _on_mesh(
 
 def _split(head: Any, rows: PartitionSpec, mesh: Any) -> tuple[_LossAxes, Any]:
     """Return the mesh axes, and the specs of a head that is split along the vocabulary alone."""
-    tokens = tuple(axis for entry in rows for axis in axes_in(entry))
+    tokens = tuple(chain.from_iterable(map(axes_in, rows)))
     of_head = specs(head, mesh, only="vocab", but=tokens)
-    entries = {axes_in(entry) for one in jax.tree.leaves(of_head) for entry in one} - {()}
-    return _LossAxes(tokens, *entries), of_head
+    # Of all parameters of a head the vocabulary is one axis: there is one entry, or none.
+    entries = chain.from_iterable(jax.tree.leaves(of_head))
+    vocab = set(map(axes_in, entries)) - {()}
+    return _LossAxes(tokens, *vocab), of_head
 
 
 def _loss(logits: Callable, split: _LossAxes, head: Any, *rows: Array) -> Float[Array, ""]:
@@ -164,10 +170,17 @@ def _chunks(*arrays: Array) -> list[Array]:
     A chunk has about `_ROWS` tokens.
     """
     b, t = arrays[0].shape[:2]
-    chunk = -(-t // -(-b * t // _ROWS)) if b else t
-    fill = -t % chunk
-    padded = (jnp.pad(x, [(0, 0), (0, fill), *[(0, 0)] * (x.ndim - 2)]) for x in arrays)
-    return [rearrange(x, "b (count chunk) ... -> count b chunk ...", chunk=chunk) for x in padded]
+    # At least one chunk, also of no rows.
+    count = max(1, -(-b * t // _ROWS))
+    chunk = -(-t // count)
+    return [_in_chunks(x, chunk) for x in arrays]
+
+
+def _in_chunks(x: Array, chunk: int) -> Array:
+    fill = -x.shape[1] % chunk
+    widths = [(0, 0), (0, fill), *[(0, 0)] * (x.ndim - 2)]
+    padded = jnp.pad(x, widths)
+    return rearrange(padded, "b (count chunk) ... -> count b chunk ...", chunk=chunk)
 
 
 def _of_chunk(
@@ -180,25 +193,31 @@ def _of_chunk(
     wide = scores.astype(weights.dtype)
     normaliser = _normaliser(wide, vocab)
     size = scores.shape[-1]
+    hit = _hits(targets, size, vocab)
+    chosen = jnp.where(hit, wide, 0).sum(axis=-1)
+    chosen = _sum(chosen, vocab)
+    # A target that is no word makes the loss NaN, unless it does not count.
+    end = _sum(1, vocab) * size
+    inside = (targets >= 0) & (targets < end)
+    ignored = weights == 0
+    chosen = jnp.where(inside | ignored, chosen, jnp.nan)
+    losses = normaliser[..., 0] - chosen
+    # The softmax, less 1 at the target.
+    probabilities = jnp.exp(wide - normaliser)
+    slope = probabilities - hit.astype(wide.dtype)
+    slope = slope * weights[..., None]
+    return (losses * weights).sum(), slope.astype(scores.dtype)
+
+
+def _hits(targets: Array, size: int, vocab: tuple[str, ...]) -> Array:
+    """Return which of a device's `size` words is the target, `(b, chunk, size)`."""
     first = 0
     if vocab:
         # A device has the scores of its own words.
         first = jax.lax.axis_index(vocab) * size
         first = first.astype(targets.dtype)
     words = jnp.arange(size, dtype=targets.dtype)
-    hit = (targets - first)[..., None] == words[None, None]
-    chosen = jnp.where(hit, wide, 0)
-    chosen = _sum(chosen.sum(axis=-1), vocab)
-    # A target that is no word makes the loss NaN, unless it does not count.
-    end = _sum(1, vocab) * size
-    inside = (targets >= 0) & (targets < end)
-    counts = weights != 0
-    chosen = jnp.where(inside | ~counts, chosen, jnp.nan)
-    losses = normaliser[..., 0] - chosen
-    probabilities = jnp.exp(wide - normaliser)
-    slope = probabilities - hit.astype(wide.dtype)
-    slope = slope * weights[..., None]
-    return (losses * weights).sum(), slope.astype(scores.dtype)
+    return (targets - first)[..., None] == words[None, None]
 
 
 def _normaliser(scores: Array, vocab: tuple[str, ...]) -> Array:

@@ -6,7 +6,7 @@ Only in flax_attn: PyTorch compiles nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import count, islice
 from typing import Any, NamedTuple
 
@@ -65,19 +65,22 @@ def new_tokens(
         first: number of tokens of each prompt that were drawn before with the same key.
     """
     ends, layers = _take_apart(model)
-    choose = _choose(ends.form, sampling)
-    steps = [_step(layer.form) for layer in layers]
-    embed = _embed(ends.form)
+    embed = _compiled(_embed, ends.form)
+    choose = _compiled(_choose, ends.form, sampling)
     x = embed(ends.arrays, tokens, lengths)
     caches = []
+    steps = []
     for layer in layers:
-        prefill = _prefill(layer.form, capacity)
+        prefill = _compiled(_prefill, layer.form, capacity)
         x, cache = prefill(layer.arrays, x, lengths)
         caches.append(cache)
+        steps.append(_compiled(_step, layer.form, donated=(1, 2)))
     x = _last(x, lengths)
+    # What was drawn before is part of these prompts.
     prompt_lengths = lengths - np.int32(first)
     for made in count(first):
-        token, x = choose(ends.arrays, x, prompt_lengths, np.int32(made), key)
+        number = np.int32(made)
+        token, x = choose(ends.arrays, x, prompt_lengths, number, key)
         # Yielded before the next is computed: who needs no more stops here.
         yield token
         for i, layer in enumerate(layers):
@@ -104,8 +107,10 @@ def new_tokens_with_rereads(
     made = 0
     for end in (*rereads, None):
         stream = new_tokens(model, *pad(rows), *options, first=made)
+        # After the last reading there is no end.
+        size = None if end is None else end - made
         tokens = []
-        for token in islice(stream, None if end is None else end - made):
+        for token in islice(stream, size):
             tokens.append(token)
             yield token
         new = np.stack(tokens, axis=1)
@@ -134,38 +139,14 @@ def answer_tokens(
         key: random key, two uint32.
     """
     form, arrays = _part(model)
-    begin = _begin(form, capacity)
+    begin = _compiled(_begin, form, capacity)
+    # What was encoded is read in every step, and is not donated.
+    step = _compiled(_answer, form, sampling, donated=(1, 3))
     x, kept, cache = begin(arrays, inputs, lengths, start)
-    step = _answer(form, sampling)
     for made in count():
-        token, x, cache = step(arrays, x, kept, cache, np.int32(made), key)
+        number = np.int32(made)
+        token, x, cache = step(arrays, x, kept, cache, number, key)
         yield token
-
-
-@lru_cache
-def _begin(form: _Form, capacity: int) -> Callable:
-    @jax.jit
-    def begin(arrays, inputs, lengths, start):
-        model = form.module(arrays)
-        encoded = model.encode(inputs, lengths=lengths)
-        kept = model.keep(encoded, lengths)
-        b, t = start.shape
-        empty = model.init_cache(b, capacity)
-        decoded = model.decode(start, kept, cache=empty)
-        return _last(decoded.output, jnp.full(b, t)), kept, decoded.cache
-
-    return begin
-
-
-@lru_cache
-def _answer(form: _Form, sampling: Sampling) -> Callable:
-    def step(arrays, x, kept, cache, made, key):
-        model = form.module(arrays)
-        token = sample(model.logits(x)[:, 0], sampling, key, made)
-        decoded = model.decode(token[:, None], kept, cache=cache)
-        return token, decoded.output, decoded.cache
-
-    return jax.jit(step, donate_argnums=(1, 3))
 
 
 def _take_apart(model: LanguageModel) -> tuple[_Part, list[_Part]]:
@@ -183,57 +164,86 @@ def _part(module: nnx.Module) -> _Part:
     return _Part(_Form(graph, tree), arrays)
 
 
-@jax.jit
-def _last(x: Array, lengths: Array) -> Array:
-    return x.at[jnp.arange(len(x)), lengths - 1].get(out_sharding=split_as(x, 0, 2))[:, None]
-
-
 # The form of a module is slow to compare: so each has a function of its own, instead of being an
 # argument.
-@lru_cache
-def _embed(form: _Form) -> Callable:
-    @jax.jit
-    def embed(arrays, tokens, lengths):
-        order = jnp.arange(tokens.shape[1], dtype=lengths.dtype)
-        order = jnp.broadcast_to(order, tokens.shape)
-        # Positions of padding could lie beyond the table.
-        positions = jnp.where(order < lengths[:, None], order, 0)
-        model = form.module(arrays)
-        return model.embed(tokens, positions, None)
-
-    return embed
+@lru_cache(maxsize=1024)
+def _compiled(
+    function: Callable, form: _Form, *options: Any, donated: tuple[int, ...] = ()
+) -> Callable:
+    """Return a function of the arrays of a module, whose form and options are fixed."""
+    return jax.jit(partial(function, form, *options), donate_argnums=donated)
 
 
-@lru_cache
-def _prefill(form: _Form, capacity: int) -> Callable:
-    @jax.jit
-    def prefill(arrays, x, lengths):
-        block = form.module(arrays)
-        cache = block.init_cache(len(x), block.att.window or capacity)
-        # A static length of 0 says that the cache is empty, so that the prompt attends to itself
-        # alone.
-        empty = cache.replace(length=0)
-        attended = block.attend(x, lengths=lengths, cache=empty)
-        return attended.output, attended.cache
-
-    return prefill
+def _embed(form: _Form, arrays: Any, tokens: Array, lengths: Array) -> Array:
+    order = jnp.arange(tokens.shape[1], dtype=lengths.dtype)
+    order = jnp.broadcast_to(order, tokens.shape)
+    # Positions of padding could lie beyond the table.
+    positions = jnp.where(order < lengths[:, None], order, 0)
+    return form.module(arrays).embed(tokens, positions, None)
 
 
-@lru_cache
-def _step(form: _Form) -> Callable:
-    def step(arrays, x, cache):
-        attended = form.module(arrays).attend(x, cache=cache)
-        return attended.output, attended.cache
+def _prefill(form: _Form, capacity: int, arrays: Any, x: Array, lengths: Array) -> Any:
+    block = form.module(arrays)
+    cache = block.init_cache(len(x), block.att.window or capacity)
+    # A static length of 0 says that the cache is empty, so that the prompt attends to itself alone.
+    empty = cache.replace(length=0)
+    attended = block.attend(x, lengths=lengths, cache=empty)
+    return attended.output, attended.cache
 
-    return jax.jit(step, donate_argnums=(1, 2))
+
+def _step(form: _Form, arrays: Any, x: Array, cache: Any) -> Any:
+    attended = form.module(arrays).attend(x, cache=cache)
+    return attended.output, attended.cache
 
 
-@lru_cache
-def _choose(form: _Form, sampling: Sampling) -> Callable:
-    @jax.jit
-    def choose(arrays, x, lengths, made, key):
-        model = form.module(arrays)
-        token = sample(model.logits(model.final_norm(x))[:, 0], sampling, key, made)
-        return token, model.embed(token[:, None], (lengths + made)[:, None], None)
+def _choose(
+    form: _Form, sampling: Sampling, arrays: Any, x: Array, lengths: Array, made: Array, key: Array
+) -> Any:
+    model = form.module(arrays)
+    token = _draw(model, model.final_norm(x), sampling, key, made)
+    # The prompt and what was made before.
+    positions = (lengths + made)[:, None]
+    return token, model.embed(token[:, None], positions, None)
 
-    return choose
+
+def _begin(
+    form: _Form, capacity: int, arrays: Any, inputs: Array, lengths: Array | None, start: Array
+) -> Any:
+    model = form.module(arrays)
+    encoded = model.encode(inputs, lengths=lengths)
+    kept = model.keep(encoded, lengths)
+    b, t = start.shape
+    empty = model.init_cache(b, capacity)
+    decoded = model.decode(start, kept, cache=empty)
+    last = _last(decoded.output, jnp.full(b, t))
+    return last, kept, decoded.cache
+
+
+def _answer(
+    form: _Form,
+    sampling: Sampling,
+    arrays: Any,
+    x: Array,
+    kept: Any,
+    cache: Any,
+    made: Any,
+    key: Any,
+) -> Any:
+    model = form.module(arrays)
+    token = _draw(model, x, sampling, key, made)
+    decoded = model.decode(token[:, None], kept, cache=cache)
+    return token, decoded.output, decoded.cache
+
+
+def _draw(model: Any, hidden: Array, sampling: Sampling, key: Array, made: Array) -> Array:
+    # Of each row there is one vector, that of its last token.
+    logits = model.logits(hidden)[:, 0]
+    return sample(logits, sampling, key, made)
+
+
+@jax.jit
+def _last(x: Array, lengths: Array) -> Array:
+    rows = jnp.arange(len(x))
+    # Under a mesh a lookup must say how its result is split.
+    last = x.at[rows, lengths - 1].get(out_sharding=split_as(x, 0, 2))
+    return last[:, None]

@@ -5,7 +5,7 @@ from typing import Any
 import jax.numpy as jnp
 from einops import rearrange
 from flax import nnx
-from flax.typing import Dtype, PrecisionLike
+from flax.typing import PrecisionLike
 from jaxtyping import Array, Float
 
 from attn_spec.models.dinov2 import DINOv2Config, read, write
@@ -22,22 +22,25 @@ from flax_attn.modules.layer_scale import LayerScale
 from flax_attn.modules.linear import Linear
 from flax_attn.sharding.parameters import named
 
+# Each model has GELU or SwiGLU; the rules of the other match nothing.
+_LINEARS = {"ff.layers.0": "mlp.fc1", "ff.layers.2": "mlp.fc2", "ff.W_down": "mlp.weights_out"}
+_NORMS = {"norm1": "norm1", "norm2": "norm2"}
+
 
 def _layout(base: str, ignored: str = "") -> Layout:
+    block = "trf_blocks.{i}."
     layer = f"{base}encoder.layer.{{i}}."
-    ff = "trf_blocks.{i}.ff."
     # One matrix of both, the gate first.
-    kernels = f"{ff}W_gate.kernel", f"{ff}W_up.kernel"
-    biases = f"{ff}W_gate.bias", f"{ff}W_up.bias"
-    linear = {"ff.layers.0": "mlp.fc1", "ff.layers.2": "mlp.fc2", "ff.W_down": "mlp.weights_out"}
+    kernels = f"{block}ff.W_gate.kernel", f"{block}ff.W_up.kernel"
+    biases = f"{block}ff.W_gate.bias", f"{block}ff.W_up.bias"
     rules = (
         Rule(kernels, f"{layer}mlp.weights_in.weight", "i o -> o i"),
         Rule(biases, f"{layer}mlp.weights_in.bias"),
-        Rule(("trf_blocks.{i}.post_norm1.scale",), f"{layer}layer_scale1.lambda1"),
-        Rule(("trf_blocks.{i}.post_norm2.scale",), f"{layer}layer_scale2.lambda1"),
+        Rule((f"{block}post_norm1.scale",), f"{layer}layer_scale1.lambda1"),
+        Rule((f"{block}post_norm2.scale",), f"{layer}layer_scale2.lambda1"),
         Rule(("mask_token",), f"{base}embeddings.mask_token", "d -> 1 d"),
     )
-    return image_layout(base, linear, {"norm1": "norm1", "norm2": "norm2"}, *rules, ignored=ignored)
+    return image_layout(base, _LINEARS, _NORMS, *rules, ignored=ignored)
 
 
 class DINOv2(ImageEncoder[DINOv2Config]):
@@ -75,11 +78,13 @@ class DINOv2(ImageEncoder[DINOv2Config]):
     )
     mask_token: nnx.Param | None
 
-    def create_embeddings(self, *, param_dtype: Dtype, **numerics: Any) -> None:
+    def create_embeddings(self, **numerics: Any) -> None:
         """Set the patches, the class token, the table of positions and the mask token."""
-        super().create_embeddings(param_dtype=param_dtype, **numerics)
-        token = filled(self.config.d_model, 0, param_dtype)
-        self.mask_token = nnx.Param(token, **named(None)) if self.config.mask_token else None
+        super().create_embeddings(**numerics)
+        config = self.config
+        token = filled(config.d_model, 0, numerics["param_dtype"])
+        # Only a model that is trained on masked patches has one.
+        self.mask_token = nnx.Param(token, **named(None)) if config.mask_token else None
 
     def feed_forward(self, **options: Any) -> FeedForward | GatedFeedForward:
         """Return the feed-forward part of a layer: SwiGLU with biases if the config asks for it."""
@@ -108,18 +113,22 @@ class DINOv2(ImageEncoder[DINOv2Config]):
                 " with one"
             )
         hidden = jnp.broadcast_to(jnp.asarray(masked)[..., None], x.shape)
-        return jnp.where(hidden, spread(self.mask_token[...], x.shape).astype(x.dtype), x)
+        token = spread(self.mask_token[...], x.shape).astype(x.dtype)
+        return jnp.where(hidden, token, x)
 
     def positions(self, height: int, width: int) -> Float[Array, "t d"]:
         """Return the vectors of the positions for this image size, the class token first."""
-        table, config = self.pos_emb.embedding[...], self.config
+        config = self.config
+        table = self.pos_emb.embedding[...]
         # The size it was trained at: nothing is resized, and nothing rounded.
         if (height, width) == config.image_size:
             return table
+        rows, columns = config.patch_size
         # The class token has no place in the image, and keeps its position.
         grid = rearrange(table[1:], "(i j) d -> i j d", i=config.grid[0])
-        grid = resize_bicubic(grid, height // config.patch_size[0], width // config.patch_size[1])
-        return jnp.concatenate([table[:1], rearrange(grid, "i j d -> (i j) d")])
+        grid = resize_bicubic(grid, height // rows, width // columns)
+        resized = rearrange(grid, "i j d -> (i j) d")
+        return jnp.concatenate([table[:1], resized])
 
 
 class DINOv2Classifier(DINOv2):
@@ -153,12 +162,13 @@ class DINOv2Classifier(DINOv2):
     def create_head(self, **numerics: Any) -> None:
         """Set the norm behind the blocks and the classifier."""
         super().create_head(**numerics)
+        # It reads the class token and the mean of the patches, side by side.
         self.classifier = Linear(
             2 * self.config.d_model, len(self.config.labels), axes=("embed", None), **numerics
         )
 
     def predict(self, hidden: Tokens) -> Array:
         """Return the logits of the labels."""
-        return self.classifier(
-            jnp.concatenate([hidden[..., 0, :], hidden[..., 1:, :].mean(axis=-2)], axis=-1)
-        )
+        first = hidden[..., 0, :]
+        mean = hidden[..., 1:, :].mean(axis=-2)
+        return self.classifier(jnp.concatenate([first, mean], axis=-1))

@@ -119,7 +119,8 @@ class EncoderDecoder(Pretrained, Generic[C]):
     ):
         numerics = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         products = {"precision": precision, **numerics}
-        self.config, self.remat = config, remat
+        self.config = config
+        self.remat = remat
         with drawn_once(self):
             self.create_embeddings(**products)
             layers = range(config.num_layers)
@@ -134,7 +135,8 @@ class EncoderDecoder(Pretrained, Generic[C]):
             self.out_head = None if config.tied else Linear(*sizes, bias=False, **products)
             self.initialise(rngs)
         if scan_layers:
-            self.enc_blocks, self.dec_blocks = Stack(self.enc_blocks), Stack(self.dec_blocks)
+            self.enc_blocks = Stack(self.enc_blocks)
+            self.dec_blocks = Stack(self.dec_blocks)
 
     def create_embeddings(self, **numerics: Any) -> None:
         """Set `tok_emb`, and what else `embed_inputs` and `embed` read."""
@@ -215,8 +217,7 @@ class EncoderDecoder(Pretrained, Generic[C]):
 
         The arguments are those of `decode`.
         """
-        options: DecodeOptions = {"lengths": lengths, "dropout_key": dropout_key}
-        decoded = self.decode(tokens, kept, cache=cache, **options)
+        decoded = self.decode(tokens, kept, cache=cache, lengths=lengths, dropout_key=dropout_key)
         return replace(decoded, output=self.logits(decoded.output))
 
     def hidden(
@@ -291,9 +292,8 @@ class EncoderDecoder(Pretrained, Generic[C]):
                 streams.
         """
         encoded = self.encode(inputs, lengths=lengths, dropout_key=dropout_key)
-        return self.logits(
-            self.hidden(tokens, self.keep(encoded, lengths), dropout_key=dropout_key)
-        )
+        kept = self.keep(encoded, lengths)
+        return self.logits(self.hidden(tokens, kept, dropout_key=dropout_key))
 
     def init_cache(self, b: int | None, capacity: int, dtype: Dtype | None = None) -> Caches:
         """Return an empty cache for `b` sequences of up to `capacity` tokens of the decoder."""

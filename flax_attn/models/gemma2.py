@@ -51,16 +51,16 @@ class Gemma2(Gemma[C]):
 
     def block_norms(self, **numerics: Any) -> dict[str, Any]:
         """Return the norms of a block, before and after both of its parts."""
-        return {
-            name: self.norm(**numerics) for name in ("norm1", "norm2", "post_norm1", "post_norm2")
-        }
+        names = "norm1", "norm2", "post_norm1", "post_norm2"
+        return {name: self.norm(**numerics) for name in names}
 
     def logits(self, hidden: Float[Array, "*b d"]) -> Float[Array, "*b vocab"]:
         """Return the logits of what `hidden` returned, capped in at least float32."""
-        found, cap = super().logits(hidden), self.config.logit_cap
+        cap = self.config.logit_cap
+        found = super().logits(hidden)
         # Gemma 3, which extends this family, has no caps.
         if cap is None:
             return found
-        return (cap * jnp.tanh(found.astype(accumulation_dtype(found.dtype)) / cap)).astype(
-            found.dtype
-        )
+        wide = found.astype(accumulation_dtype(found.dtype))
+        capped = cap * jnp.tanh(wide / cap)
+        return capped.astype(found.dtype)

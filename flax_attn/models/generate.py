@@ -11,9 +11,9 @@ from flax import nnx
 from jaxtyping import Array
 
 from attn_spec.checks import check_positive
-from attn_spec.generation_checks import check_no_start, check_prompt
+from attn_spec.generation_checks import check_no_start, check_prompts
 from attn_spec.longrope import LongRoPEScaling
-from attn_spec.prompts import Prompts, StopTokens, as_prompts, as_stop_tokens
+from attn_spec.prompts import Prompts, StopTokens, as_prompts, as_start, as_stop_tokens
 from attn_spec.sampling import Sampling
 from flax_attn.functional.dropout import key_data
 from flax_attn.models.decode_loop import answer_tokens, new_tokens_with_rereads
@@ -116,10 +116,10 @@ def generate(
         for a batch.
 
     Raises:
-        ValueError: if the model makes no text, if a prompt is empty, longer than the model's
-            context or holds ids outside the vocabulary, if prompt and new tokens together do not
-            fit the context or the capacity, if a number is out of range, if `temperature` is above
-            0 and there is no key, or if a model without an encoder is given a `start`.
+        ValueError: if a prompt is empty, longer than the model's context or holds ids outside the
+            vocabulary, if prompt and new tokens together do not fit the context or the capacity, if
+            a number is out of range, if `temperature` is above 0 and there is no key, if a model
+            without an encoder is given a `start`, or if the model makes no text.
 
     Example:
         >>> from flax_attn.models import GPT2, GPT2Config
@@ -133,23 +133,22 @@ def generate(
             " Load a model of text"
         )
     sampling = Sampling(temperature, top_k, top_p)
-    draws = sampling, _seed(key, sampling)
+    seed = _seed(key, sampling)
     check_positive(max_new_tokens=max_new_tokens)
     if capacity is not None:
         check_positive(capacity=capacity)
     stops = as_stop_tokens(stop_tokens)
     if isinstance(model, EncoderDecoder):
-        made, b, single = _answer(model, tokens, start, max_new_tokens, capacity, *draws)
+        made, b, single = _answer(model, tokens, start, max_new_tokens, capacity, sampling, seed)
     else:
         check_no_start(start)
-        made, b, single = _continue(model, tokens, max_new_tokens, capacity, *draws)
+        made, b, single = _continue(model, tokens, max_new_tokens, capacity, sampling, seed)
     rows = _collect(islice(made, max_new_tokens), b, stops, callback)
     return rows[0] if single else rows
 
 
-_Made = tuple[
-    Iterator[Array], int, bool
-]  # new tokens, of how many rows, and whether the prompt had no batch axis
+# New tokens, the number of their rows, and whether the prompt had no batch axis.
+_Made = tuple[Iterator[Array], int, bool]
 
 
 def _continue(
@@ -161,9 +160,15 @@ def _continue(
     seed: Any,
 ) -> _Made:
     prompts, single = as_prompts(tokens)
-    _check_prompts(model, prompts, max_new_tokens, capacity)
-    limit = model.config.context_length
+    config = model.config
+    limit = config.context_length
+    # Where all layers have a window, their caches are rings, which no sequence fills.
+    full = any(block.att.window is None for block in model.trf_blocks.blocks)
+    asked = capacity if full else None
+    check_prompts(prompts, config.vocab_size, limit, max_new_tokens, asked)
+    # Rounded up, so that prompts of many lengths share what is compiled.
     capacity = capacity or _bucket(max(map(len, prompts)) + max_new_tokens, limit)
+    # Some rotations change with the length: then all tokens are read again.
     rereads = _rereads(model, prompts, max_new_tokens)
     made = new_tokens_with_rereads(
         _in_eval_mode(model),
@@ -198,9 +203,10 @@ def _answer(
     seed: Any,
 ) -> _Made:
     config = model.config
-    begin = _start(model, start)
-    limits = config.context_length or sys.maxsize, max_new_tokens, capacity
-    check_prompt(0, len(begin), _ends(begin), config.vocab_size, *limits)
+    # The decoder begins with a token of the config where none is given.
+    begin = as_start([config.start_token] if start is None else start)
+    limit = config.context_length or sys.maxsize
+    check_prompts([begin], config.vocab_size, limit, max_new_tokens, capacity)
     total = _bucket(len(begin) + max_new_tokens, config.context_length)
     # Features, as of sound, are all real: lengths are those of tokens.
     lengths = None
@@ -212,8 +218,7 @@ def _answer(
     else:
         prompts, single = as_prompts(inputs)
         # An encoder has no cache that a long input could fill.
-        for i, prompt in enumerate(prompts):
-            check_prompt(i, len(prompt), _ends(prompt), config.vocab_size, sys.maxsize, 0, None)
+        check_prompts(prompts, config.vocab_size, sys.maxsize, 0, None)
         padded, lengths = _pad(prompts, None)
     b = len(padded)
     begins = np.tile(begin, (b, 1))
@@ -222,26 +227,11 @@ def _answer(
     return made, b, single
 
 
-def _ends(tokens: np.ndarray) -> tuple[int, int] | None:
-    """Return the least and the largest token, which are checked against the vocabulary."""
-    return (int(tokens.min()), int(tokens.max())) if len(tokens) else None
-
-
-def _start(model: EncoderDecoder, start: Sequence[int] | None) -> np.ndarray:
-    # The decoder begins with a token of the config where none is given.
-    prompts, single = as_prompts([model.config.start_token] if start is None else start)
-    if not single:
-        raise ValueError(
-            "start is one list of tokens, with which the decoder begins in each row; got"
-            f" {start!r}. Pass the tokens of one row"
-        )
-    return prompts[0].astype(np.int64)
-
-
 def _is_floating(inputs: Any) -> bool:
-    return isinstance(inputs, np.ndarray | Array) and bool(
-        jnp.issubdtype(inputs.dtype, np.floating)
-    )
+    # Lists hold tokens.
+    if not isinstance(inputs, np.ndarray | Array):
+        return False
+    return bool(jnp.issubdtype(inputs.dtype, np.floating))
 
 
 def _collect(
@@ -251,9 +241,11 @@ def _collect(
     rows = [[] for _ in range(b)]
     # Tokens are read one by one only where something depends on them: else the device need not wait
     # for Python.
-    for step in made if stops or callback else list(made):
+    steps = made if stops or callback else list(made)
+    for step in steps:
         tokens = np.asarray(step).tolist()
         for i, row in enumerate(rows):
+            # A row that has stopped is computed on, and what it makes is dropped.
             if row and row[-1] in stops:
                 continue
             row.append(tokens[i])
@@ -262,17 +254,6 @@ def _collect(
         if all(row[-1] in stops for row in rows):
             break
     return rows
-
-
-def _check_prompts(
-    model: LanguageModel, prompts: list[np.ndarray], max_new_tokens: int, capacity: int | None
-) -> None:
-    config = model.config
-    # Where all layers have a window, their caches are rings, which no sequence fills.
-    full = any(block.att.window is None for block in model.trf_blocks.blocks)
-    limits = config.context_length, max_new_tokens, capacity if full else None
-    for i, prompt in enumerate(prompts):
-        check_prompt(i, len(prompt), _ends(prompt), config.vocab_size, *limits)
 
 
 def _seed(key: Array | None, sampling: Sampling) -> Array | np.ndarray:
@@ -288,7 +269,8 @@ def _seed(key: Array | None, sampling: Sampling) -> Array | np.ndarray:
 
 def _pad(prompts: Sequence[np.ndarray], limit: int | None) -> tuple[np.ndarray, np.ndarray]:
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
-    padded = np.zeros((len(prompts), _bucket(lengths.max(), limit)), np.int32)
+    longest = _bucket(lengths.max(), limit)
+    padded = np.zeros((len(prompts), longest), np.int32)
     for row, prompt in zip(padded, prompts, strict=True):
         row[: len(prompt)] = prompt
     return padded, lengths

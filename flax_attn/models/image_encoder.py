@@ -4,7 +4,7 @@ from typing import Any, TypeVar
 
 import jax.numpy as jnp
 from flax import nnx
-from flax.typing import PrecisionLike
+from flax.typing import Dtype, PrecisionLike
 from jaxtyping import Array, Float
 
 from attn_spec.input_checks import check_image_size
@@ -42,20 +42,16 @@ class ImageEncoder(Encoder[C]):
         or without b; the class token is the first.
     """
 
-    def create_embeddings(self, *, rngs: nnx.Rngs, param_dtype: Any, **numerics: Any) -> None:
+    def create_embeddings(self, **numerics: Any) -> None:
         """Set the patches, the class token and the table of positions."""
         config = self.config
-        d = config.d_model
-        numerics |= {"rngs": rngs, "param_dtype": param_dtype}
-        self.patches = Patches(d, config.channels, *config.patch_size, **numerics)
-        draw = normal(0.02)
-        token = draw(next_key(rngs.params), (d,), param_dtype)
-        self.cls_token = nnx.Param(token, **named(None))
-        # The class token has a position as well, the first.
+        self.patches = Patches(config.d_model, config.channels, *config.patch_size, **numerics)
+        self.cls_token = _class_token(config.d_model, **numerics)
         rows, columns = config.grid
-        places = 1 + rows * columns
-        self.pos_emb = Embedding(places, d, axes=(None, "embed"), **numerics)
-        self.drop_emb = Dropout(config.dropout, rngs=rngs)
+        tables = {"axes": (None, "embed"), **numerics}
+        # The class token has a position as well, the first.
+        self.pos_emb = Embedding(1 + rows * columns, config.d_model, **tables)
+        self.drop_emb = Dropout(config.dropout, rngs=numerics["rngs"])
 
     def create_head(self, **numerics: Any) -> None:
         """Set the norm behind the blocks."""
@@ -71,7 +67,8 @@ class ImageEncoder(Encoder[C]):
 
     def attention(self, **options: Any) -> MultiHeadAttention:
         """Return the attention of a layer; `options` are arguments of `MultiHeadAttention`."""
-        config, d = self.config, self.config.d_model
+        config = self.config
+        d = config.d_model
         biases = {"qkv_bias": config.qkv_bias, "causal": False}
         return MultiHeadAttention(
             d, d, None, config.attention_dropout, config.num_heads, **biases, **options
@@ -103,9 +100,14 @@ class ImageEncoder(Encoder[C]):
     def hidden(self, images: Images, *, dropout_key: Array | None = None, **inputs: Any) -> Tokens:
         """Return the vectors of the class token and all patches; takes the arguments of a call."""
         x = self.tokens(images, **inputs)
-        first = spread(self.cls_token[...], (*x.shape[:-2], 1, x.shape[-1])).astype(x.dtype)
-        x = jnp.concatenate([first, x], axis=-2)
-        x = add(x, self.positions(*images.shape[-2:]).astype(x.dtype))
+        *rows, _, d = x.shape
+        # The table of positions begins with that of the class token.
+        first = spread(self.cls_token[...], (*rows, 1, d))
+        x = jnp.concatenate([first.astype(x.dtype), x], axis=-2)
+        height, width = images.shape[-2:]
+        positions = self.positions(height, width)
+        x = add(x, positions.astype(x.dtype))
+        # 0 is the key of the embedding.
         x = self.drop_emb(x, dropout_key=fold_in(dropout_key, 0))
         return self.run(x, dropout_key=dropout_key)
 
@@ -122,3 +124,9 @@ class ImageEncoder(Encoder[C]):
             ValueError: if the images have other channels or another size.
         """
         return self.predict(self.hidden(images, dropout_key=dropout_key, **inputs))
+
+
+def _class_token(d: int, *, rngs: nnx.Rngs, param_dtype: Dtype, **numerics: Any) -> nnx.Param:
+    draw = normal(0.02)
+    values = draw(next_key(rngs.params), (d,), param_dtype)
+    return nnx.Param(values, **named(None))

@@ -108,7 +108,8 @@ class LanguageModel(Pretrained, Generic[C]):
     ):
         numerics = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         products = {"precision": precision, **numerics}
-        self.config, self.remat = config, remat
+        self.config = config
+        self.remat = remat
         with drawn_once(self):
             self.create_embeddings(**products)
             layers = range(config.num_layers)
@@ -116,6 +117,7 @@ class LanguageModel(Pretrained, Generic[C]):
             self.final_norm = self.norm(**numerics)
             products["axes"] = ("embed", "vocab")
             sizes = config.d_model, config.vocab_size
+            # Where it is tied, the table of tokens is the head: no second copy is held.
             self.out_head = None if config.tied else Linear(*sizes, bias=False, **products)
             initialise(self, rngs)
         if scan_layers:
@@ -215,15 +217,15 @@ class LanguageModel(Pretrained, Generic[C]):
         The arguments are those of `attend`, which computes the logits of all tokens.
         """
         t = tokens.shape[-1]
+        tokens = without_arranged_padding(tokens, tokens.shape, lengths)
+        tokens = constrain(tokens, "batch", "tokens")
+        # Positions of padding could lie beyond a table, and are 0 then.
         if positions is None:
             positions = arranged_positions(t)
         else:
             positions = as_positions(positions, tuple(tokens.shape))
             positions = without_arranged_padding(positions, tokens.shape, lengths)
         order = jnp.arange(t) if cache is None else self.trf_blocks.positions(cache, t, lengths)
-        tokens = constrain(
-            without_arranged_padding(tokens, tokens.shape, lengths), "batch", "tokens"
-        )
         x = self.embed(tokens, order if positions is None else positions, fold_in(dropout_key, 0))
         x = constrain(x, *RESIDUAL)
         ran = self.trf_blocks.run(

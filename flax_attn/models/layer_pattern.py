@@ -5,7 +5,7 @@ Only in flax_attn: it saves compiling.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -63,10 +63,9 @@ def group_by_pattern(kinds: Sequence[object]) -> tuple[tuple[int, ...], ...]:
     for count in range(1, n):
         for first in range(count):
             size = count - first
-            same = all(kinds[i] == kinds[i - size] for i in range(first + size, n))
-            if same and (n - first) % size == 0:
+            if _repeats(kinds[first:], size):
                 alone = [(i,) for i in range(first)]
-                turns = [tuple(range(first + m, n, size)) for m in range(size)]
+                turns = [tuple(range(m, n, size)) for m in range(first, count)]
                 return *alone, *turns
     if n == 1:
         return ((0,),)
@@ -78,14 +77,29 @@ def group_by_pattern(kinds: Sequence[object]) -> tuple[tuple[int, ...], ...]:
     )
 
 
+def _repeats(kinds: Sequence[object], size: int) -> bool:
+    """Return whether these are turns of `size` layers, and nothing after the last turn."""
+    if len(kinds) % size:
+        return False
+    following = zip(kinds, kinds[size:], strict=False)
+    return all(kind == later for kind, later in following)
+
+
 def stack_modules(modules: Sequence[M]) -> M:
     """Return modules of equal shape as one, whose variables have them as their first axis."""
     split = [nnx.split(module) for module in modules]
-    stacked = nnx.merge(split[0][0], _stack([state for _, state in split]))
-    for _, variable in nnx.iter_graph(stacked):
-        if isinstance(variable, nnx.Variable):
-            name_first_axis(variable)
+    # All have the graph of the first.
+    graph, _ = split[0]
+    stacked = nnx.merge(graph, _stack([state for _, state in split]))
+    change_variables(stacked, name_first_axis)
     return stacked
+
+
+def change_variables(module: Any, change: Callable[[nnx.Variable], None]) -> None:
+    """Call a function that changes variables in place on each of a module."""
+    for _, node in nnx.iter_graph(module):
+        if isinstance(node, nnx.Variable):
+            change(node)
 
 
 @jax.jit

@@ -76,7 +76,8 @@ def next_token_loss(
     # Before the model runs: a float that is rounded down would be another token.
     check_ids(dtype_name(tokens.dtype))
     tokens = clipped(tokens, model.config.vocab_size)
-    options = {"lengths": lengths, "dropout_key": dropout_key, **_packed(segments, shape)}
+    options = _packed(segments, shape)
+    options |= {"lengths": lengths, "dropout_key": dropout_key}
     hidden = model.hidden(arranged(tokens), **options)
     counted = _targets(tokens, lengths, segments)
     dtype = accumulation_dtype(hidden.dtype)
@@ -93,9 +94,10 @@ def _packed(segments: ArrayLike | None, tokens: tuple[int, ...]) -> dict:
     if segments is None:
         return {}
     positions = segment_positions(segments)
-    if positions.shape not in (tokens, tokens[-1:]):
+    of_one_row = tokens[-1:]
+    if positions.shape not in (tokens, of_one_row):
         raise ValueError(
-            f"segments must have one id a token, shape {tokens} or {tokens[-1:]}; got shape"
+            f"segments must have one id a token, shape {tokens} or {of_one_row}; got shape"
             f" {positions.shape}. Pack them as the tokens are"
         )
     return {"mask": Mask.segments(segments), "positions": arranged(positions)}
@@ -106,6 +108,7 @@ def _targets(
 ) -> Bool[Array, "*b t"]:
     """Return which tokens are followed by a target."""
     *batch, t = tokens.shape
+    # A sequence is a batch of one.
     b = batch[0] if batch else 1
     real = real_tokens(b, t, lengths)
     real = real.reshape(tokens.shape)

@@ -19,18 +19,19 @@ from flax_attn.modules.mixture import MixtureOfExperts
 from flax_attn.modules.norm import RMSNorm
 
 _SHARED = {"W_gate": "gate_proj", "W_up": "up_proj", "W_down": "down_proj"}
+_LAYER = "model.layers.{i}"
+_SHARED_EXPERT = "trf_blocks.{i}.ff.shared"
+_OTHERS = (
+    *delta_net(f"{_LAYER}.linear_attn"),
+    *gated_queries(f"{_LAYER}.self_attn.q_proj"),
+    *linears({f"{_SHARED_EXPERT}_gate": f"{_LAYER}.mlp.shared_expert_gate"}),
+    *linears(_SHARED, f"{_SHARED_EXPERT}.", f"{_LAYER}.mlp.shared_expert."),
+)
 
 
 def _layout(experts: Layout) -> Layout:
-    layer, shared = "model.layers.{i}", "trf_blocks.{i}.ff.shared"
-    rules = (
-        *delta_net(f"{layer}.linear_attn"),
-        *gated_queries(f"{layer}.self_attn.q_proj"),
-        *linears({f"{shared}_gate": f"{layer}.mlp.shared_expert_gate"}),
-        *linears(_SHARED, f"{shared}.", f"{layer}.mlp.shared_expert."),
-    )
     # Heads that predict further tokens are left out, as transformers does.
-    return Layout((*rules, *experts.rules), ignored=rf"{experts.ignored}|(.*\.)?mtp\..*")
+    return Layout((*_OTHERS, *experts.rules), ignored=rf"{experts.ignored}|(.*\.)?mtp\..*")
 
 
 class Qwen3Next(Qwen3Moe):
@@ -56,9 +57,11 @@ class Qwen3Next(Qwen3Moe):
         et al. 2025, the gate of the heads (arXiv:2505.06708).
     """
 
-    _MIXTURE = "model.layers.{i}.mlp"
     family = Family(
-        {"qwen3_next": read}, write, _layout(one_by_one(_MIXTURE)), (_layout(fused(_MIXTURE)),)
+        {"qwen3_next": read},
+        write,
+        _layout(one_by_one(f"{_LAYER}.mlp")),
+        (_layout(fused(f"{_LAYER}.mlp")),),
     )
     config: Qwen3NextConfig  # pyright: ignore[reportIncompatibleVariableOverride]
 
@@ -91,8 +94,9 @@ class Qwen3Next(Qwen3Moe):
         if not isinstance(mixture, MixtureOfExperts):
             return mixture
         # One more expert, which computes every token, behind a gate of its own.
-        d, hidden = self.config.d_model, self.config.d_shared
-        shared = GatedFeedForward(d, hidden, self.config.activation, **options)
+        config = self.config
+        d = config.d_model
+        shared = GatedFeedForward(d, config.d_shared, config.activation, **options)
         gate = Linear(d, 1, False, **options)
         return MixtureOfExperts(mixture.router, mixture.experts, shared, gate)
 

@@ -87,7 +87,10 @@ def model_class(path: str | PathLike[str]) -> type[Pretrained]:
     """
     fields = read_fields(Path(path))
     first = fields.choose("model_type", model_types())
-    return _by_architecture(fields, first) if first.family and first.family.architecture else first
+    # Several classes read one `model_type` where there are heads to choose from.
+    if first.family and first.family.architecture:
+        return _by_architecture(fields, first)
+    return first
 
 
 def _by_architecture(fields: Fields, first: type[Pretrained]) -> type[Pretrained]:
@@ -98,12 +101,15 @@ def _by_architecture(fields: Fields, first: type[Pretrained]) -> type[Pretrained
     for cls in FAMILIES:
         if cls.family and kind in cls.family.read:
             known[cls.family.architecture] = cls
-    if named and named[0] not in known:
+    if not named:
+        return first
+    if named[0] not in known:
+        names = ", ".join(map(repr, known))
         raise ValueError(
-            f"{fields.where}: architectures must name one of {', '.join(map(repr, known))}; got"
-            f" {named}. For a head of your own begin with {first.__name__}.from_pretrained"
+            f"{fields.where}: architectures must name one of {names}; got {named}. For a head of"
+            f" your own begin with {first.__name__}.from_pretrained"
         )
-    return known[named[0]] if named else first
+    return known[named[0]]
 
 
 def from_pretrained(path: str | PathLike[str], **options: Unpack[LoadOptions]) -> Pretrained:

@@ -20,28 +20,37 @@ def keep_most_likely(logits: Float[Array, "b v"], sampling: Sampling) -> Float[A
         >>> keep_most_likely(jnp.log(jnp.array([[0.5, 0.3, 0.2]])), Sampling(1.0, top_p=0.6))
         Array([[ 0.        , -0.51082563,        -inf]], dtype=float32)
     """
+    logits = _scaled(logits, sampling.temperature)
+    top_k, top_p = sampling.top_k, sampling.top_p
+    if top_k or top_p:
+        # Words are sorted on one device.
+        logits = constrain(logits, "batch", None)
+    if top_k is not None and top_k < logits.shape[-1]:
+        largest, _ = jax.lax.top_k(logits, top_k)
+        logits = _from(logits, largest[:, -1:])
+    # Chances are those among the words that top-k leaves.
+    if top_p is not None:
+        least = _least_inside(logits, top_p)
+        logits = _from(logits, least)
+    return logits
+
+
+def _scaled(logits: Array, temperature: float) -> Array:
+    """Return `(logits - largest) / temperature`, in at least float32."""
     logits = logits.astype(accumulation_dtype(logits.dtype))
     # Only differences count, and those of the likely words stay exact.
     largest = logits.max(axis=-1, keepdims=True)
+    # Infinity less itself is no number.
     finite = jnp.where(jnp.isfinite(largest), largest, 0)
     # Divided first, several could be infinite, and the most likely would be lost among them.
-    logits = (logits - finite) / sampling.temperature
-    if sampling.top_k or sampling.top_p:
-        # Words are sorted on one device.
-        logits = constrain(logits, "batch", None)
-    if sampling.top_k is not None and sampling.top_k < logits.shape[-1]:
-        largest, _ = jax.lax.top_k(logits, sampling.top_k)
-        logits = _from(logits, largest[:, -1:])
-    if sampling.top_p is not None:
-        logits = _from(logits, _least_inside(logits, sampling.top_p))
-    return logits
+    return (logits - finite) / temperature
 
 
 def _least_inside(logits: Array, top_p: float) -> Array:
     """Return the least logit of each row whose more likely ones have a chance below `top_p`."""
     ordered = -jnp.sort(-logits, axis=-1)
-    # The most likely first: what stands before a word has at least its chance.
     chances = jax.nn.softmax(ordered, axis=-1)
+    # The most likely first: what stands before a word has at least its chance.
     before = jnp.cumsum(chances, axis=-1) - chances
     inside = before < top_p
     # The first always, as a `top_p` below the numbers of float32 is 0.
@@ -89,12 +98,11 @@ def _most_likely(scores: Float[Array, "b v"]) -> Integer[Array, " b"]:
 def _bits(shape: tuple[int, ...], key: Array, step: Array | int) -> Array:
     """Return random bits that depend on the key, the step, the row and the word alone."""
     b, v = shape
-    rows = jnp.arange(b, dtype=jnp.uint32)
-    words = jnp.arange(v, dtype=jnp.uint32)
-    step = jnp.asarray(step, jnp.uint32)
+    rows = jnp.arange(b, dtype=jnp.uint32)[:, None]
+    words = jnp.arange(v, dtype=jnp.uint32)[None]
     # Each row has a key of its own, so that a row does not depend on the others.
-    own = threefry_2x32((key[0], key[1]), (step, rows[:, None]))
-    bits, _ = threefry_2x32(own, (words[None], jnp.uint32(0)))
+    row_keys = threefry_2x32((key[0], key[1]), (jnp.asarray(step, jnp.uint32), rows))
+    bits, _ = threefry_2x32(row_keys, (words, jnp.uint32(0)))
     return jnp.asarray(bits)
 
 

@@ -20,12 +20,12 @@ from attn_spec.cache_checks import check_caches, check_stacked_cache
 from flax_attn.convert.stacked import places
 from flax_attn.functional.cache import KVCache
 from flax_attn.functional.cache_base import Cache
-from flax_attn.functional.dropout import fold_in
 from flax_attn.functional.outputs import Outputs
 from flax_attn.functional.shapes import ArrayLike, Tokens
-from flax_attn.models.blocks import empty_cache, pure
+from flax_attn.models.blocks import block_options, empty_cache, pure
 from flax_attn.models.layer_pattern import (
     Block,
+    change_variables,
     give_numbers,
     group_by_pattern,
     kind_of,
@@ -71,17 +71,18 @@ class Stack(nnx.Module):
                 "scan_layers=True stacks one layer at least; got num_layers=0. Pass"
                 " scan_layers=False"
             )
+        # Blocks that differ in these numbers alone can be stacked.
         own = [take_numbers(block) for block in blocks]
         kinds = [kind_of(block) for block in blocks]
         # `flax_attn.convert` names layers by it.
         self.stacked_layers = group_by_pattern(kinds)
-        numbers = []
         stacked = []
         for layers in self.stacked_layers:
-            numbers.append(tuple(own[i] for i in layers))
-            stacked.append(stack_modules([blocks[i] for i in layers]))
-        self.numbers = tuple(numbers)
+            members = [blocks[i] for i in layers]
+            stacked.append(stack_modules(members))
         self.block: Any = stacked[0] if len(stacked) == 1 else nnx.List(stacked)
+        # Tuples, as they are part of the graph that compiled functions are kept by.
+        self.numbers = tuple(tuple(own[i] for i in layers) for layers in self.stacked_layers)
 
     def __len__(self) -> int:
         return sum(map(len, self.stacked_layers))
@@ -108,20 +109,16 @@ class Stack(nnx.Module):
 
     def _unstack(self, m: int, i: int, state: Any) -> Block:
         block = nnx.merge(nnx.graphdef(self.blocks[m]), state)
-        for _, variable in nnx.iter_graph(block):
-            if isinstance(variable, nnx.Variable):
-                unname_first_axis(variable)
+        change_variables(block, unname_first_axis)
         return give_numbers(block, self.numbers[m][i])
 
     def init_cache(
         self, b: int | None, capacity: int, dtype: Dtype | None = None
     ) -> tuple[Cache, ...]:
         """Return an empty cache for each stacked block; the first axis is that of its layers."""
-        caches = []
-        for block, layers in zip(self.blocks, self.stacked_layers, strict=True):
-            one = empty_cache(block, b, capacity, dtype)
-            caches.append(_with_layers(one, len(layers)))
-        return tuple(caches)
+        empty = [empty_cache(block, b, capacity, dtype) for block in self.blocks]
+        pairs = zip(empty, self.stacked_layers, strict=True)
+        return tuple(_with_layers(cache, len(layers)) for cache, layers in pairs)
 
     def positions(self, cache: tuple[Cache, ...], t: int, lengths: ArrayLike | int | None) -> Array:
         """Return the positions of the next `t` tokens, see `Cache.positions`.
@@ -137,15 +134,13 @@ class Stack(nnx.Module):
 
     def keep(self, encoded: Tokens, lengths: ArrayLike | int | None) -> tuple[KVCache, ...]:
         """Return the keys and values of an encoder's output, for each stacked cross block."""
-        kept = []
-        for block in self.blocks:
+
+        def keep(block: Block) -> KVCache:
             graph, state = nnx.split(cast(CrossBlock, block).cross)
+            # The layers one after another, each with its part of the state.
+            return jax.lax.map(lambda own: nnx.merge(graph, own).keep(encoded, lengths), state)
 
-            def keep(state: Any, graph: Any = graph) -> KVCache:
-                return nnx.merge(graph, state).keep(encoded, lengths)
-
-            kept.append(jax.lax.map(keep, state))
-        return tuple(kept)
+        return tuple(map(keep, self.blocks))
 
     def run(
         self,
@@ -163,23 +158,25 @@ class Stack(nnx.Module):
         The arguments are those of `Blocks.run`; what is of one layer has the layers as its first
         axis.
         """
-        counts = [len(layers) for layers in self.stacked_layers]
-        first = [m for m, count in enumerate(counts) if count == 1]
-        turn = [m for m, count in enumerate(counts) if count > 1]
+        # A scan returns tokens of the dtype that it is given.
         for block in self.blocks:
             x = x.astype(_output_dtype(block, x))
-        # The layers before the first turn are scanned one by one, as stacks of one layer.
-        runs = [[m] for m in first]
-        if turn:
-            runs.append(turn)
         options["positions"] = positions
         caches = []
-        for members in runs:
+        for members in self._runs():
             own = None if cache is None else [cache[m] for m in members]
             further = [each[m] for m in members] if each else []
             x, after = self._scan(members, x, own, key, remat, further, **options)
             caches += after or []
         return Outputs(x, cache=None if cache is None else tuple(caches))
+
+    def _runs(self) -> list[list[int]]:
+        """Return the stacked blocks that are scanned together: those of a turn."""
+        counts = list(map(len, self.stacked_layers))
+        # The layers before the first turn are scanned one by one, as stacks of one layer.
+        alone = [[m] for m, count in enumerate(counts) if count == 1]
+        turn = [m for m, count in enumerate(counts) if count > 1]
+        return [*alone, turn] if turn else alone
 
     def _scan(
         self,
@@ -195,11 +192,7 @@ class Stack(nnx.Module):
         """Run the layers of these stacked blocks, one of each in turn."""
         blocks = [self.blocks[m] for m in members]
         split = [nnx.split(block) for block in blocks]
-        layers = jnp.asarray([self.stacked_layers[m] for m in members]).T
-        numbers = []
-        for m in members:
-            columns = zip(*self.numbers[m], strict=True)
-            numbers.append(tuple(map(jnp.asarray, columns)))
+        graphs = [graph for graph, _ in split]
 
         def turn(carry, inputs):
             x, stored = carry
@@ -207,12 +200,11 @@ class Stack(nnx.Module):
             stored = list(stored)
             kept = []
             for m, block in enumerate(blocks):
-                graph, _ = split[m]
-                own = options | (each[m] if each else {})
-                own["dropout_key"] = fold_in(key, 1 + layers[m])
-                own["positions"] = None if block.att.rope is None else positions
-                run = pure(graph, own, numbers[m])
+                further = each[m] if each else {}
+                own = block_options(block, layers[m], key, positions, options | further)
+                run = pure(graphs[m], own, numbers[m])
                 if caches is None:
+                    # The scan itself keeps XLA from merging both computations.
                     run = jax.checkpoint(run, prevent_cse=False) if remat else run
                     x, changed = run(states[m], x)
                     kept.append((changed, None))
@@ -222,12 +214,16 @@ class Stack(nnx.Module):
                 x = ran.output
                 stored[m] = _write_layer(stored[m], i, ran.cache.arrays)
                 # Of the cache only the length is left to return, which may be static.
-                kept.append((changed, _changed(lambda x: x[:0], ran.cache)))
+                length = _changed(lambda x: x[:0], ran.cache)
+                kept.append((changed, length))
             return (x, stored), kept
 
-        arrays = [] if caches is None else [cache.arrays for cache in caches]
+        # The axis of the turns is the first one of all that is scanned over.
+        layers = jnp.asarray([self.stacked_layers[m] for m in members]).T
         states = [state for _, state in split]
+        numbers = [_columns(self.numbers[m]) for m in members]
         inputs = jnp.arange(len(layers)), layers, states, numbers, list(each)
+        arrays = [] if caches is None else [cache.arrays for cache in caches]
         (x, stored), kept = jax.lax.scan(turn, (x, arrays), inputs)
         for block, (changed, _) in zip(blocks, kept, strict=True):
             nnx.update(block, changed)
@@ -235,7 +231,8 @@ class Stack(nnx.Module):
             return x, None
         found = []
         for (_, after), arrays in zip(kept, stored, strict=True):
-            found.append(after.replace(**arrays, length=_of_first_layer(after.length)))
+            length = _of_first_layer(after.length)
+            found.append(after.replace(**arrays, length=length))
         return x, found
 
     def work(self, t: int, s: int) -> Work:
@@ -253,6 +250,12 @@ def _layer(state: Any, i: Any) -> Any:
     return jax.tree.map(lambda x: x[i], state)
 
 
+def _columns(numbers: Sequence[tuple[float, ...]]) -> tuple[Array, ...]:
+    """Return each of the numbers that layers have of their own as an array over these layers."""
+    columns = zip(*numbers, strict=True)
+    return tuple(map(jnp.asarray, columns))
+
+
 def _read_layer(arrays: dict[str, Array], i: Array) -> dict[str, Array]:
     index = partial(jax.lax.dynamic_index_in_dim, index=i, keepdims=False)
     return {name: index(array) for name, array in arrays.items()}
@@ -265,8 +268,10 @@ def _write_layer(arrays: dict[str, Array], i: Array, new: dict[str, Array]) -> d
 
 
 def _output_dtype(block: Block, x: Tokens) -> Dtype:
-    own = block.att.dtype
-    return jnp.result_type(x, *jax.tree.leaves(nnx.state(block, nnx.Param))) if own is None else own
+    if block.att.dtype is not None:
+        return block.att.dtype
+    params = jax.tree.leaves(nnx.state(block, nnx.Param))
+    return jnp.result_type(x, *params)
 
 
 def _changed(change: Callable[[Array], Array], cache: Cache) -> Cache:
@@ -279,4 +284,5 @@ def _with_layers(cache: Cache, count: int) -> Cache:
 
 
 def _of_first_layer(length: Any) -> Any:
+    # All layers have stored the same tokens; a static length was never stacked.
     return length if isinstance(length, int) else length[0]

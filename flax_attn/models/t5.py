@@ -2,6 +2,7 @@
 
 from collections.abc import Collection
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from flax import nnx
@@ -34,20 +35,25 @@ def _fit(config: T5Config, names: Collection[str]) -> T5Config:
 
 _ATTENTION = {"W_query": "q", "W_key": "k", "W_value": "v", "out_proj": "o"}
 _FF = {"layers.0": "wi", "layers.2": "wo", "W_gate": "wi_0", "W_up": "wi_1", "W_down": "wo"}
+# The parts of a block by our names: the name of each, and those of its layers.
+_PARTS = {
+    "att": ("SelfAttention", _ATTENTION),
+    "cross": ("EncDecAttention", _ATTENTION),
+    "ff": ("DenseReluDense", _FF),
+}
 
 
-def _stack(ours: str, theirs: str, cross: bool) -> tuple:
-    """Return the rules of the blocks of a stack; the feed-forward layer is the last of a block."""
-    ours = f"{ours}.{{i}}."
-    layer = f"{theirs}.block.{{i}}.layer."
-    # Hugging Face counts the parts of a block: the feed-forward layer comes last.
-    last = 2 if cross else 1
-    rules = linears(_ATTENTION, f"{ours}att.", f"{layer}0.SelfAttention.")
-    if cross:
-        rules += linears(_ATTENTION, f"{ours}cross.", f"{layer}1.EncDecAttention.")
-    rules += linears(_FF, f"{ours}ff.", f"{layer}{last}.DenseReluDense.")
-    of_norms = {f"norm{n + 1}": f"{n}.layer_norm" for n in range(last + 1)}
-    return *rules, *norms(of_norms, ours, layer)
+def _stack(ours: str, theirs: str, *parts: str) -> tuple:
+    """Return the rules of the blocks of a stack, whose parts come in this order."""
+    block = f"{ours}.{{i}}."
+    rules = ()
+    # Hugging Face counts the parts of a block, and each has the norm before it.
+    for n, part in enumerate(parts):
+        layer = f"{theirs}.block.{{i}}.layer.{n}."
+        name, names = _PARTS[part]
+        rules += linears(names, f"{block}{part}.", f"{layer}{name}.")
+        rules += norms({f"norm{n + 1}": "layer_norm"}, block, layer)
+    return rules
 
 
 _COPIES = ("lm_head.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
@@ -61,8 +67,8 @@ _LAYOUT = Layout(
                 "dec_bias": _TABLE.format("decoder"),
             }
         ),
-        *_stack("enc_blocks", "encoder", cross=False),
-        *_stack("dec_blocks", "decoder", cross=True),
+        *_stack("enc_blocks", "encoder", "att", "ff"),
+        *_stack("dec_blocks", "decoder", "att", "cross", "ff"),
         *norms({"enc_norm": "encoder.final_layer_norm", "final_norm": "decoder.final_layer_norm"}),
         *linears({"out_head": "lm_head"}),
     ),
@@ -114,41 +120,35 @@ class T5(EncoderDecoder[T5Config]):
         copies=dict.fromkeys(_COPIES, "tok_emb.embedding"),
     )
 
-    def create_embeddings(
-        self, *, precision: PrecisionLike = None, rngs: nnx.Rngs, **numerics: Any
-    ) -> None:
+    def create_embeddings(self, **numerics: Any) -> None:
         """Set the table of tokens, the dropout of its vectors, and the relative positions."""
-        super().create_embeddings(precision=precision, rngs=rngs, **numerics)
+        super().create_embeddings(**numerics)
         sizes = self.config.num_buckets, self.config.num_heads
-        numerics |= {"rngs": rngs, "axes": (None, "heads")}
-        self.enc_bias = Embedding(*sizes, **numerics)
-        self.dec_bias = Embedding(*sizes, **numerics)
-        self.drop_emb = Dropout(self.config.dropout, rngs=rngs)
+        # Each head has a bias of its own.
+        tables = {"axes": (None, "heads"), **numerics}
+        self.enc_bias = Embedding(*sizes, **tables)
+        self.dec_bias = Embedding(*sizes, **tables)
+        self.drop_emb = self.drop(**numerics)
 
-    def encoder_block(
-        self, layer: int, backend: str, *, rngs: nnx.Rngs, **numerics: Any
-    ) -> TransformerBlock:
+    def encoder_block(self, layer: int, backend: str, **numerics: Any) -> TransformerBlock:
         """Return a block of the encoder."""
-        numerics = {"rngs": rngs, **numerics}
         attention = self.attention(causal=False, backend=backend, **numerics)
         norms = self.norm(**numerics), self.norm(**numerics)
-        return TransformerBlock(
-            attention, self.feed_forward(**numerics), *norms, drop_shortcut=self.drop(rngs)
-        )
+        feed_forward = self.feed_forward(**numerics)
+        dropout = self.drop(**numerics)
+        return TransformerBlock(attention, feed_forward, *norms, drop_shortcut=dropout)
 
-    def decoder_block(
-        self, layer: int, backend: str, *, rngs: nnx.Rngs, **numerics: Any
-    ) -> CrossBlock:
+    def decoder_block(self, layer: int, backend: str, **numerics: Any) -> CrossBlock:
         """Return a block of the decoder."""
         config = self.config
-        numerics |= {"rngs": rngs}
-        attention = self.attention(backend=backend, **numerics)
         d = config.d_model
-        options = {**_head_options(config), "backend": backend}
-        cross = CrossAttention(d, d, config.dropout, config.num_heads, **options, **numerics)
+        attention = self.attention(backend=backend, **numerics)
+        options = {**_head_options(config), "backend": backend, **numerics}
+        cross = CrossAttention(d, d, config.dropout, config.num_heads, **options)
         norms = [self.norm(**numerics) for _ in range(3)]
         feed_forward = self.feed_forward(**numerics)
-        return CrossBlock(attention, cross, feed_forward, *norms, drop_shortcut=self.drop(rngs))
+        dropout = self.drop(**numerics)
+        return CrossBlock(attention, cross, feed_forward, *norms, drop_shortcut=dropout)
 
     def attention(self, **options: Any) -> MultiHeadAttention:
         """Return the self-attention of a layer: its scores are not scaled."""
@@ -167,7 +167,7 @@ class T5(EncoderDecoder[T5Config]):
         """Return a norm."""
         return RMSNorm(self.config.d_model, self.config.eps, **numerics)
 
-    def drop(self, rngs: nnx.Rngs) -> Dropout:
+    def drop(self, rngs: nnx.Rngs, **numerics: Any) -> Dropout:
         """Return the dropout of what the layers of a block add."""
         return Dropout(self.config.dropout, rngs=rngs)
 
@@ -176,12 +176,21 @@ class T5(EncoderDecoder[T5Config]):
 
         Kernels keep the variance of their input; those of queries give scores of unit variance.
         """
+        config = self.config
         for path, param in nnx.iter_graph(self):
-            if isinstance(param, nnx.Param) and path[-1] in ("kernel", "embedding"):
-                std = 1.0 if path[-2] == "tok_emb" else self.config.d_model**-0.5
-                std = param.shape[0] ** -0.5 if path[-1] == "kernel" else std
-                std *= self.config.head_dim**-0.5 if path[-2] == "W_query" else 1.0
-                param.set_value(normal(std)(next_key(rngs.params), param.shape, param.dtype))
+            # Norms keep 1, and the linear layers have no biases.
+            if not isinstance(param, nnx.Param) or path[-1] not in ("kernel", "embedding"):
+                continue
+            layer, kind = path[-2:]
+            if kind == "kernel":
+                std = param.shape[0] ** -0.5
+            else:
+                std = 1.0 if layer == "tok_emb" else config.d_model**-0.5
+            if layer == "W_query":
+                std *= config.head_dim**-0.5
+            draw_normal = normal(std)
+            value = draw_normal(next_key(rngs.params), param.shape, param.dtype)
+            param.set_value(value)
 
     def embed_inputs(self, inputs: Integer[Array, "*b s"], dropout_key: Array | None) -> Tokens:
         """Return the vectors of the encoder's tokens, dropped in train mode."""
@@ -196,18 +205,15 @@ class T5(EncoderDecoder[T5Config]):
     def biases(self) -> tuple[Bias, Bias]:
         """Return the bias of the encoder, in both directions, and that of the decoder."""
         # One table serves all layers of a stack.
-        table = self.enc_bias.embedding[...]
-        table_back = self.dec_bias.embedding[...]
-        distance = self.config.max_distance
-
-        def both(query: Array, key: Array) -> Array:
-            return t5_bias(table, query, key, max_distance=distance)
-
-        def backwards(query: Array, key: Array) -> Array:
-            return t5_bias(table_back, query, key, bidirectional=False, max_distance=distance)
-
-        return both, backwards
+        both = partial(t5_bias, self.enc_bias.embedding[...])
+        backwards = partial(t5_bias, self.dec_bias.embedding[...], bidirectional=False)
+        distance = {"max_distance": self.config.max_distance}
+        return partial(both, **distance), partial(backwards, **distance)
 
     def logits(self, hidden: Float[Array, "*b d"]) -> Float[Array, "*b vocab"]:
         """Return the logits of what `hidden` returned."""
-        return super().logits(hidden * self.config.d_model**-0.5 if self.config.scaled else hidden)
+        config = self.config
+        # The first T5 has one matrix for table and head; this keeps the size of its logits.
+        if config.scaled:
+            hidden = hidden * config.d_model**-0.5
+        return super().logits(hidden)

@@ -18,11 +18,9 @@ from flax_attn.modules.linear import Linear
 
 def _fit(config: ViTConfig, names: Collection[str]) -> ViTConfig:
     """Return the config with a pooler only if the files have one: `config.json` does not say."""
-    return (
-        config
-        if any(name.endswith("pooler.dense.weight") for name in names)
-        else replace(config, d_pooled=0)
-    )
+    if any(name.endswith("pooler.dense.weight") for name in names):
+        return config
+    return replace(config, d_pooled=0)
 
 
 def _layout(base: str, ignored: str = "") -> Layout:
@@ -73,6 +71,7 @@ class ViT(ImageEncoder[ViTConfig]):
         super().create_head(**numerics)
         d, d_pooled = self.config.d_model, self.config.d_pooled
         width = d if d_pooled is None else d_pooled
+        # A width of 0 says that there is none.
         self.pooler = Linear(d, width, axes=("embed", None), **numerics) if width else None
 
     def pooled(self, hidden: Tokens) -> Float[Array, "*b pooled"]:
@@ -120,6 +119,7 @@ class ViTClassifier(ViT):
 
     def create_head(self, **numerics: Any) -> None:
         """Set the norm behind the blocks and the classifier."""
+        # The classifier reads the class token itself.
         self.final_norm, self.pooler = self.norm(**numerics), None
         self.classifier = Linear(
             self.config.d_model, len(self.config.labels), axes=("embed", None), **numerics

@@ -50,17 +50,17 @@ def _fit(config: WhisperConfig, stored: Mapping[str, Stored]) -> WhisperConfig:
 _ATTENTION = {"W_query": "q_proj", "W_key": "k_proj", "W_value": "v_proj", "out_proj": "out_proj"}
 
 
-def _stack(ours: str, theirs: str, last: int, **attentions: str) -> tuple:
-    """Return the rules of the blocks of a stack with these attentions and `last` norms."""
-    names = {"ff.layers.0": "fc1", "ff.layers.2": "fc2"}
+def _stack(ours: str, theirs: str, **attentions: str) -> tuple:
+    """Return the rules of the blocks of a stack with these attentions, theirs by ours."""
+    block = f"{ours}.{{i}}."
+    layer = f"model.{theirs}.layers.{{i}}."
+    rules = linears({"ff.layers.0": "fc1", "ff.layers.2": "fc2"}, block, layer)
     for own, name in attentions.items():
-        for a, b in _ATTENTION.items():
-            names[f"{own}.{a}"] = f"{name}.{b}"
-    # A norm is named after what it stands before.
-    before = (*attentions.values(), "final")
-    of_norms = {f"norm{i + 1}": f"{before[i]}_layer_norm" for i in range(last)}
-    prefixes = f"{ours}.{{i}}.", f"model.{theirs}.layers.{{i}}."
-    return *linears(names, *prefixes), *norms(of_norms, *prefixes)
+        rules += linears(_ATTENTION, f"{block}{own}.", f"{layer}{name}.")
+    # A norm is named after what it stands before; the last stands before the feed-forward layer.
+    for i, name in enumerate((*attentions.values(), "final"), 1):
+        rules += norms({f"norm{i}": f"{name}_layer_norm"}, block, layer)
+    return rules
 
 
 def _convolution(name: str) -> tuple[Rule, Rule]:
@@ -77,8 +77,8 @@ _LAYOUT = Layout(
         *embeddings({"enc_pos": "model.encoder.embed_positions"}),
         *_convolution("conv1"),
         *_convolution("conv2"),
-        *_stack("enc_blocks", "encoder", 2, att="self_attn"),
-        *_stack("dec_blocks", "decoder", 3, att="self_attn", cross="encoder_attn"),
+        *_stack("enc_blocks", "encoder", att="self_attn"),
+        *_stack("dec_blocks", "decoder", att="self_attn", cross="encoder_attn"),
         *norms({"enc_norm": "model.encoder.layer_norm", "final_norm": "model.decoder.layer_norm"}),
     ),
     ignored=r"(.*\.)?proj_out\.weight",  # tied
@@ -113,57 +113,51 @@ class Whisper(EncoderDecoder[WhisperConfig]):
     _NAME = "WhisperForConditionalGeneration"
     family = Family({"whisper": read}, write, _LAYOUT, architecture=_NAME, fit=_fit, copies=_COPIES)
 
-    def create_embeddings(
-        self, *, precision: PrecisionLike = None, rngs: nnx.Rngs, **numerics: Any
-    ) -> None:
+    def create_embeddings(self, **numerics: Any) -> None:
         """Set the convolutions, the tables of tokens and positions, and the dropout of sums."""
         config = self.config
         d = config.d_model
-        numerics["rngs"] = rngs
-        super().create_embeddings(precision=precision, **numerics)
+        super().create_embeddings(**numerics)
         # The second halves the number of frames: two of them are one position.
-        self.conv1 = Convolution(config.num_mel, d, 3, precision=precision, **numerics)
-        self.conv2 = Convolution(d, d, 3, 2, precision=precision, **numerics)
-        numerics["axes"] = (None, "embed")
-        self.enc_pos = Embedding(config.num_positions, d, **numerics)
-        self.pos_emb = Embedding(config.context_length, d, **numerics)
-        self.drop_emb = Dropout(config.dropout, rngs=rngs)
+        self.conv1 = Convolution(config.num_mel, d, 3, **numerics)
+        self.conv2 = Convolution(d, d, 3, 2, **numerics)
+        tables = {"axes": (None, "embed"), **numerics}
+        self.enc_pos = Embedding(config.num_positions, d, **tables)
+        self.pos_emb = Embedding(config.context_length, d, **tables)
+        self.drop_emb = self.drop(**numerics)
 
-    def encoder_block(
-        self, layer: int, backend: str, *, rngs: nnx.Rngs, **numerics: Any
-    ) -> TransformerBlock:
+    def encoder_block(self, layer: int, backend: str, **numerics: Any) -> TransformerBlock:
         """Return a block of the encoder."""
         config = self.config
-        numerics["rngs"] = rngs
         attention = self.attention(config.num_heads, causal=False, backend=backend, **numerics)
         feed_forward = self.feed_forward(config.d_hidden, **numerics)
         norms = self.norm(**numerics), self.norm(**numerics)
-        dropout = Dropout(config.dropout, rngs=rngs)
+        dropout = self.drop(**numerics)
         return TransformerBlock(attention, feed_forward, *norms, drop_shortcut=dropout)
 
-    def decoder_block(
-        self, layer: int, backend: str, *, rngs: nnx.Rngs, **numerics: Any
-    ) -> CrossBlock:
+    def decoder_block(self, layer: int, backend: str, **numerics: Any) -> CrossBlock:
         """Return a block of the decoder."""
         config = self.config
         d = config.d_model
         rate = config.attention_dropout
         heads = config.num_decoder_heads
-        numerics["rngs"] = rngs
         attention = self.attention(heads, backend=backend, **numerics)
         # Keys have no bias here either, as `CrossAttention` has none by default.
         cross = CrossAttention(d, d, rate, heads, qkv_bias=True, backend=backend, **numerics)
         norms = [self.norm(**numerics) for _ in range(3)]
         feed_forward = self.feed_forward(config.d_decoder_hidden, **numerics)
-        dropout = Dropout(config.dropout, rngs=rngs)
+        dropout = self.drop(**numerics)
         return CrossBlock(attention, cross, feed_forward, *norms, drop_shortcut=dropout)
 
     def attention(
         self, num_heads: int, *, backend: str, causal: bool = True, **numerics: Any
     ) -> MultiHeadAttention:
         """Return the self-attention of a layer; a bias of keys would not change the softmax."""
-        d, rate = self.config.d_model, self.config.attention_dropout
-        length = self.config.context_length if causal else None
+        config = self.config
+        d = config.d_model
+        rate = config.attention_dropout
+        # The positions of the encoder are a table, which has its own length.
+        length = config.context_length if causal else None
         options = {"qkv_bias": True, "causal": causal, "backend": backend}
         attention = MultiHeadAttention(d, d, length, rate, num_heads, **options, **numerics)
         # A bias on keys adds the same to all scores of a query: Whisper has none.
@@ -179,6 +173,10 @@ class Whisper(EncoderDecoder[WhisperConfig]):
         """Return a norm."""
         return LayerNorm(self.config.d_model, **numerics)
 
+    def drop(self, rngs: nnx.Rngs, **numerics: Any) -> Dropout:
+        """Return the dropout of the embeddings, and of what the layers of a block add."""
+        return Dropout(self.config.dropout, rngs=rngs)
+
     def initialise(self, rngs: nnx.Rngs) -> None:
         """Draw the parameters; the encoder's positions are sinusoids."""
         super().initialise(rngs)
@@ -189,8 +187,9 @@ class Whisper(EncoderDecoder[WhisperConfig]):
         self, inputs: Float[Array, "*b mel frames"], dropout_key: Array | None
     ) -> Tokens:
         """Return the vectors of sound, half as many as there are frames."""
+        config = self.config
         # The encoder's positions are a table: sound of another length has none.
-        check_features(inputs.shape, self.config.num_mel, 2 * self.config.num_positions)
+        check_features(inputs.shape, config.num_mel, 2 * config.num_positions)
         gelu = FUNCTIONS["gelu_exact"]
         x = rearrange(inputs, "... mel frames -> ... frames mel")
         x = gelu(self.conv1(x))
@@ -217,5 +216,7 @@ def sinusoids(num_positions: int, width: int) -> np.ndarray:
         [[0.0, 0.0, 1.0, 1.0], [0.84, 0.0, 0.54, 1.0]]
     """
     half = width // 2
-    angles = np.outer(np.arange(num_positions), 10000.0 ** (-np.arange(half) / max(half - 1, 1)))
+    # The slowest angle turns 10,000 times slower than the first.
+    exponents = -np.arange(half) / max(half - 1, 1)
+    angles = np.outer(np.arange(num_positions), 10000.0**exponents)
     return np.concatenate([np.sin(angles), np.cos(angles)], axis=1)

@@ -5,6 +5,7 @@ Each device computes its own rows, heads and tokens.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -23,7 +24,7 @@ from flax_attn.functional.token_runs import Places
 from flax_attn.sharding.mapped import on_devices
 from flax_attn.sharding.partition import Division
 from flax_attn.sharding.shards import Shard
-from flax_attn.sharding.strategies import Kernel, attend_shard
+from flax_attn.sharding.strategies import Kernel, attend_shard, copied_heads
 from flax_attn.sharding.zigzag_order import zigzag_places
 
 
@@ -40,21 +41,19 @@ def attend(division: Division, call: Call, kernel: Kernel) -> Array:
 
 def _divisible(division: Division, call: Call) -> Call:
     """Return the same call, with arrays that the mesh divides."""
-    bias = call.bias
-    t = call.shape[2]
-    if division.copies > 1:
-        key = jnp.repeat(call.key, division.copies, axis=2)
-        value = jnp.repeat(call.value, division.copies, axis=2)
-        call = replace(call, key=key, value=value)
-    if bias is not None and t == division.size(division.queries):
+    key, value = copied_heads(call, division.copies)
+    changes: dict[str, Any] = {"key": key, "value": value}
+    _, _, t, _ = call.shape
+    if call.bias is not None and t == division.size(division.queries):
         # Of one query a device: one row is that query's, and not one for all.
-        b, n, _, s = bias.shape
-        bias = jnp.broadcast_to(bias, (b, n, t, s))
-        call = replace(call, bias=bias)
-    if call.dropout is not None:
-        key = key_data(call.dropout.key)
-        call = replace(call, dropout=replace(call.dropout, key=key))
-    return call
+        b, n, _, s = call.bias.shape
+        changes["bias"] = jnp.broadcast_to(call.bias, (b, n, t, s))
+    dropout = call.dropout
+    if dropout is not None:
+        # Every device reads the two integers of a key, whatever form it was given in.
+        key = key_data(dropout.key)
+        changes["dropout"] = replace(dropout, key=key)
+    return replace(call, **changes)
 
 
 # Compiled, since an eager call would compile its parts each time.
@@ -72,19 +71,29 @@ def _specs(division: Division, call: Call) -> Call:
     """Return how each array of a call is split: by the `axes` of its class, or not at all."""
 
     def spec(path: tuple, array: Array) -> P:
-        # The path is walked down to the object whose class names the axes of the array.
-        owner: Any = call
-        for step in path[:-1]:
-            is_item = isinstance(step, SequenceKey)
-            owner = owner[step.idx] if is_item else getattr(owner, step.name)
-            # A part of a mask that takes its heads of the whole by itself.
-            if getattr(owner, "axes", {}) is None:
-                return P()
-        axes = getattr(owner, "axes", {})
-        name = getattr(path[-1], "name", None)
-        return _spec(division, axes[name], array) if name in axes else P()
+        names = _axis_names(call, path)
+        return P() if names is None else _spec(division, names, array)
 
     return jax.tree_util.tree_map_with_path(spec, call)
+
+
+def _axis_names(call: Call, path: tuple) -> tuple[str | None, ...] | None:
+    """Return the names of the axes of an array, as the class that holds it says, or None."""
+    *steps, last = path
+    owner: Any = call
+    for owner in _along(call, steps):
+        # A part of a mask that takes its heads of the whole by itself; it may hold any tree.
+        if getattr(owner, "axes", {}) is None:
+            return None
+    return getattr(owner, "axes", {}).get(getattr(last, "name", None))
+
+
+def _along(node: Any, steps: Sequence[Any]) -> Iterator[Any]:
+    """Yield the objects on the path from a node of a tree, one after another."""
+    for step in steps:
+        is_item = isinstance(step, SequenceKey)
+        node = node[step.idx] if is_item else getattr(node, step.name)
+        yield node
 
 
 def _spec(division: Division, names: tuple[str | None, ...], array: Array) -> P:
@@ -114,13 +123,15 @@ def _shard(division: Division, call: Call) -> Shard:
         if part.axes is None:
             part = PlacedPart(part, b=rows, n=heads)
         parts.append(part)
+    mask = Mask(tuple(parts))
+    devices = division.size(division.keys)
     return Shard(
-        call=replace(call, mask=Mask(tuple(parts))),
+        call=replace(call, mask=mask),
         b=rows,
         n=heads,
         rows=_token_places(division, t) if division.queries else None,
         cols=_token_places(division, s) if division.keys else None,
-        s=s * division.size(division.keys),
+        s=s * devices,
     )
 
 

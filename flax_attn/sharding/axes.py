@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from math import prod
@@ -58,17 +58,20 @@ def rules(**changes: str | Sequence[str] | None) -> Iterator[None]:
         ...     table()["batch"], table()["embed"], table()["heads"]
         (('replica',), (), ('tensor',))
     """
-    unknown = sorted(changes.keys() - RULES.keys())
+    _check_known(changes)
+    given = {name: axes_in(axes) for name, axes in changes.items()}
+    lines = table() | given
+    # A tuple, as what is part of the key of compiled functions must be hashable.
+    with _in_use(tuple(sorted(lines.items()))):
+        yield
+
+
+def _check_known(names: Iterable[str]) -> None:
+    unknown = sorted(set(names) - RULES.keys())
     if unknown:
         raise ValueError(
             f"the names of axes are {', '.join(RULES)}; got {', '.join(unknown)}. Pass one of these"
         )
-    lines = table()
-    for name, axes in changes.items():
-        lines[name] = axes_in(axes)
-    # A tuple, as what is part of the key of compiled functions must be hashable.
-    with _in_use(tuple(sorted(lines.items()))):
-        yield
 
 
 def table() -> dict[str, tuple[str, ...]]:
@@ -175,14 +178,24 @@ def spec(names: Sequence[AxisName], mesh: Any, shape: Sequence[int] | None = Non
     used: set[str] = set()
     entries = []
     for i, name in enumerate(names):
-        axes = tuple(axis for axis in mesh_axes(name, mesh) if axis not in used)
-        devices = prod(mesh.shape[axis] for axis in axes)
-        if shape is not None and shape[i] % devices:
-            axes = ()
         # JAX refuses a spec that names a mesh axis twice.
+        axes = tuple(axis for axis in mesh_axes(name, mesh) if axis not in used)
+        if shape is not None and shape[i] % device_count(mesh, axes):
+            axes = ()
         used.update(axes)
         entries.append(axes)
     return PartitionSpec(*entries)
+
+
+def device_count(mesh: Any, axes: Iterable[str]) -> int:
+    """Return over how many devices some axes of a mesh divide.
+
+    Example:
+        >>> mesh = jax.sharding.AbstractMesh((4, 2, 3), ("data", "tensor", "context"))
+        >>> device_count(mesh, ("data", "context")), device_count(mesh, ())
+        (12, 1)
+    """
+    return prod(mesh.shape[axis] for axis in axes)
 
 
 def constrain(x: Array, *names: str | None) -> Array:
@@ -213,11 +226,14 @@ def place(x: Array, mesh: Any, wanted: PartitionSpec) -> Array:
         own: Any = getattr(x.sharding, "mesh", None)
         chosen = own if devices.empty else devices
         return jax.device_put(x, NamedSharding(chosen, wanted))
-    x = place_by_type(x, mesh, wanted)
-    if AxisType.Auto in mesh.axis_types:
-        over_auto = _only(wanted, mesh, AxisType.Auto)
-        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, over_auto))
-    return x
+    return _constrained(place_by_type(x, mesh, wanted), mesh, wanted)
+
+
+def _constrained(x: Array, mesh: Any, wanted: PartitionSpec) -> Array:
+    if AxisType.Auto not in mesh.axis_types:
+        return x
+    over_auto = _only(wanted, mesh, AxisType.Auto)
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, over_auto))
 
 
 def place_by_type(x: Array, mesh: Any, wanted: PartitionSpec) -> Array:
@@ -231,7 +247,8 @@ def place_by_type(x: Array, mesh: Any, wanted: PartitionSpec) -> Array:
     """
     if AxisType.Explicit not in mesh.axis_types:
         return x
-    return jax.sharding.reshard(x, NamedSharding(mesh, _only(wanted, mesh, AxisType.Explicit)))
+    over_explicit = _only(wanted, mesh, AxisType.Explicit)
+    return jax.sharding.reshard(x, NamedSharding(mesh, over_explicit))
 
 
 def _devices() -> Any:

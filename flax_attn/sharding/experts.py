@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import jax
@@ -54,7 +55,7 @@ def on_mesh(
     if mesh is None:
         return _by_token(compute, x, weights, experts, arrays)
     rows = rows_of(x, mesh)
-    taken = {axis for entry in rows for axis in axes_in(entry)}
+    taken = set(chain.from_iterable(map(axes_in, rows)))
     specs = {name: _spec(variable, mesh, taken) for name, variable in variables.items()}
     own = _expert_axes(specs, variables, rows, taken)
 
@@ -86,6 +87,12 @@ class _ExpertAxes:
     gathered: Mapping[str, tuple[int, tuple[str, ...]]]
 
     @property
+    def summed(self) -> tuple[str, ...]:
+        """The mesh axes over which each device has a part of the sum, but for `shared`."""
+        split = (*self.experts, *self.hidden)
+        return tuple(axis for axis in split if axis not in self.shared)
+
+    @property
     def axis(self) -> int:
         """The axis of the tokens that is split over `shared`."""
         shared = set(self.shared)
@@ -103,13 +110,26 @@ def _expert_axes(
     over = axes_in(gate[0])
     hidden = axes_in(gate[2])
     shared = tuple(axis for axis in over if axis in taken)
-    gathered = {}
+    return _ExpertAxes(
+        experts=over,
+        hidden=hidden,
+        shared=shared,
+        rows=rows,
+        gathered=_gathered(specs, variables),
+    )
+
+
+def _gathered(
+    specs: Mapping[str, PartitionSpec], variables: Mapping[str, nnx.Variable]
+) -> dict[str, tuple[int, tuple[str, ...]]]:
+    found = {}
     for name, variable in variables.items():
         names = _names(variable)
+        # A bias of hidden features has no width.
         if "embed" in names:
             axis = names.index("embed")
-            gathered[name] = axis, axes_in(specs[name][axis])
-    return _ExpertAxes(over, hidden, shared, rows, gathered)
+            found[name] = axis, axes_in(specs[name][axis])
+    return found
 
 
 def _names(variable: nnx.Variable) -> tuple[str | None, ...]:
@@ -124,46 +144,63 @@ def _spec(variable: nnx.Variable, mesh: Any, taken: set[str]) -> PartitionSpec:
     are.
     """
     names = _names(variable)
-    entries = []
-    for name, entry in zip(names, spec(names, mesh, variable.shape), strict=True):
-        axes = set(axes_in(entry))
-        kept = name == "expert" or not axes & taken
-        if name == "embed":
-            kept = axes <= taken
-        entries.append(entry if kept else None)
+    split = spec(names, mesh, variable.shape)
+    pairs = zip(names, split, strict=True)
+    entries = [entry if _is_kept(name, entry, taken) else None for name, entry in pairs]
     return PartitionSpec(*entries)
+
+
+def _is_kept(name: str | None, entry: Any, taken: set[str]) -> bool:
+    axes = set(axes_in(entry))
+    if name == "embed":
+        return axes <= taken
+    return name == "expert" or axes.isdisjoint(taken)
 
 
 def _of_device(
     compute: Compute, own: _ExpertAxes, x: Array, weights: Array, experts: Array, arrays: Any
 ) -> Array:
     """Return the sum over all experts, of one device's tokens."""
-    arrays = dict(arrays)
-    for name, (axis, axes) in own.gathered.items():
-        # Gathered here, their gradients are summed and split again by one collective.
-        if axes:
-            arrays[name] = jax.lax.all_gather(arrays[name], axes, axis=axis, tiled=True)
+    arrays = _arrays_of_device(own, arrays)
+    tokens = x, weights, experts
     if own.shared:
         gather = partial(jax.lax.all_gather, axis_name=own.shared, axis=own.axis, tiled=True)
-        x, weights, experts = gather(x), gather(weights), gather(experts)
-    summed = tuple(axis for axis in (*own.experts, *own.hidden) if axis not in own.shared)
-    if summed:
+        tokens = map(gather, tokens)
+    if own.summed:
         # JAX loses the sum of the gradient of what is the same everywhere and gathered by indices
         # that are not.
-        varying = partial(jax.lax.pcast, axis_name=summed, to="varying")
-        x, weights, experts = varying(x), varying(weights), varying(experts)
+        varying = partial(jax.lax.pcast, axis_name=own.summed, to="varying")
+        tokens = map(varying, tokens)
+    x, weights, experts = tokens
     if own.experts:
-        experts = experts - jax.lax.axis_index(own.experts) * len(arrays["gate"])
-    # The bias is added once, not on each device that has a part of the sum.
-    if own.hidden and "down bias" in arrays:
-        first = jax.lax.axis_index(own.hidden) == 0
-        arrays["down bias"] = jnp.where(first, arrays["down bias"], 0)
+        first = jax.lax.axis_index(own.experts) * len(arrays["gate"])
+        experts = experts - first
     y = _by_token(compute, x, weights, experts, arrays)
-    if summed:
-        y = jax.lax.psum(y, summed)
+    if own.summed:
+        y = jax.lax.psum(y, own.summed)
     if own.shared:
         y = jax.lax.psum_scatter(y, own.shared, scatter_dimension=own.axis, tiled=True)
     return y
+
+
+def _arrays_of_device(own: _ExpertAxes, arrays: Mapping[str, Array]) -> dict[str, Array]:
+    """Return a device's parameters in their whole width."""
+    found = {name: _in_whole_width(own, name, x) for name, x in arrays.items()}
+    # The bias is added once, not on each device that has a part of the sum.
+    if own.hidden and "down bias" in found:
+        found["down bias"] = _on_first(found["down bias"], own.hidden)
+    return found
+
+
+def _in_whole_width(own: _ExpertAxes, name: str, x: Array) -> Array:
+    axis, axes = own.gathered.get(name, (0, ()))
+    # Gathered here, their gradients are summed and split again by one collective.
+    return jax.lax.all_gather(x, axes, axis=axis, tiled=True) if axes else x
+
+
+def _on_first(x: Array, axes: tuple[str, ...]) -> Array:
+    first = jax.lax.axis_index(axes) == 0
+    return jnp.where(first, x, 0)
 
 
 def _by_token(

@@ -62,15 +62,21 @@ class Explanation:
     def __str__(self) -> str:
         where = self.platform if self.chip is None else f"{self.platform} ({self.chip})"
         lines = [f"{self.backend or 'nothing'} runs on {where}", *_lines(self.division)]
-        for name, reason in self.refusals.items():
-            sign = "->" if name == self.backend else "  "
-            lines.append(f"{sign} {name:9}  {reason or self._cost(name)}")
-        if self.fastest is not None and self.refusals[self.fastest] is not None:
-            time = _milliseconds(self.seconds[self.fastest])
-            # Its reason says what would help, such as a cast.
-            reason = self.refusals[self.fastest]
-            lines.append(f"{self.fastest} would be the fastest, in about {time}: {reason}")
-        return "\n".join(lines)
+        lines += map(self._line, self.refusals)
+        return "\n".join([*lines, *self._faster()])
+
+    def _faster(self) -> list[str]:
+        name = self.fastest
+        if name is None or self.refusals[name] is None:
+            return []
+        time = _milliseconds(self.seconds[name])
+        # Its reason says what would help, such as a cast.
+        return [f"{name} would be the fastest, in about {time}: {self.refusals[name]}"]
+
+    def _line(self, name: str) -> str:
+        sign = "->" if name == self.backend else "  "
+        result = self.refusals[name] or self._cost(name)
+        return f"{sign} {name:9}  {result}"
 
     def _cost(self, name: str) -> str:
         time = f", {_milliseconds(self.seconds[name])} forward" if name in self.seconds else ""
@@ -152,11 +158,7 @@ def explain(
         own = [traced.get(i, leaf) for i, leaf in enumerate(leaves)]
         arguments, mask = structure.unflatten(own)
         call = prepare(**arguments, mask=mask)
-        division = divide(call, backend)
-        if division is None:
-            found.append(_explain(call, backend))
-        else:
-            found.append(_of_one_device(division, call, backend))
+        found.append(_on_devices(call, backend))
 
     # An explanation is no array: it leaves the trace beside it.
     with asked_about(chip):
@@ -184,11 +186,18 @@ def _lines(division: Division | None) -> list[str]:
         "keys": division.keys,
     }
     split = [f"{name} over {' x '.join(axes)}" for name, axes in names.items() if axes]
-    balance = ", balanced in zigzag order" if division.balanced else ""
-    return [f"on each device: {', '.join(split)}; {division.strategy}{balance}: {division.reason}"]
+    parts = ", ".join(split)
+    strategy = division.strategy
+    if division.balanced:
+        strategy += ", balanced in zigzag order"
+    return [f"on each device: {parts}; {strategy}: {division.reason}"]
 
 
-def _of_one_device(division: Division, call: Call, backend: str) -> Explanation:
+def _on_devices(call: Call, backend: str) -> Explanation:
+    """Return the explanation of a call on one device, or of its part on each device of a mesh."""
+    division = divide(call, backend)
+    if division is None:
+        return _explain(call, backend)
     kernel = _Explainer(backend)
     attend(division, call, kernel)
     return replace(kernel.found[0], division=division)
@@ -206,15 +215,18 @@ class _Explainer(Kernel):
 
     def attend_pieces(self, route: Route, shard: Shard, over: tuple[str, ...] = ()) -> Array:
         call = shard.as_call()
-        reason = "attends to all keys at once, and here they lie on several devices"
-        refusals: dict[str, str | None] = {}
-        for name in BACKENDS:
-            one = load(name)
-            refusals[name] = refusal(one, call) if one.in_parts else f"{name} {reason}"
+        refusals = {name: _refusal_in_parts(name, call) for name in BACKENDS}
         chosen = for_parts(call)
         memory = {chosen.name: chosen.memory(call)}
         self.found.append(Explanation(chosen.name, call.platform, refusals, memory, ()))
         return _nothing(call)
+
+
+def _refusal_in_parts(name: str, call: Call) -> str | None:
+    backend = load(name)
+    if backend.in_parts:
+        return refusal(backend, call)
+    return f"{name} attends to all keys at once, and here they lie on several devices"
 
 
 def _nothing(call: Call) -> Array:
@@ -255,12 +267,17 @@ def _predicted(call: Call) -> dict[str, float]:
 def _passed_over(
     call: Call, chosen: str | None, refusals: dict[str, str | None], seconds: dict[str, float]
 ) -> tuple[str, ...]:
-    names = list(takewhile(lambda name: name != chosen, BACKENDS))
-    if chosen in seconds:
-        ordered = sorted(seconds, key=lambda name: seconds[name])
-        names = [name for name in ordered if seconds[name] < seconds[chosen]]
-    able = (load(name) for name in names if refusals[name])
-    return tuple(x.name for x in able if runs_on(x, call.platform) and x.preferred(call))
+    refused = [load(name) for name in _before(chosen, seconds) if refusals[name]]
+    usable = [x for x in refused if runs_on(x, call.platform)]
+    return tuple(x.name for x in usable if x.preferred(call))
+
+
+def _before(chosen: str | None, seconds: dict[str, float]) -> list[str]:
+    """Return the backends before the chosen one: the faster ones, or those above in the table."""
+    if chosen not in seconds:
+        return list(takewhile(lambda name: name != chosen, BACKENDS))
+    ordered = sorted(seconds, key=lambda name: seconds[name])
+    return [name for name in ordered if seconds[name] < seconds[chosen]]
 
 
 def _milliseconds(seconds: float) -> str:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from math import prod
 from typing import Any, TypeVar
 
 import jax
 from jax.sharding import PartitionSpec as P
 
-from flax_attn.sharding.axes import mesh_axes, mesh_in_use
+from flax_attn.sharding.axes import device_count, mesh_axes, mesh_in_use
 from flax_attn.sharding.mapped import on_devices
 from flax_attn.sharding.options import in_use
 
@@ -71,8 +70,10 @@ def by_rows_and_heads(
 
 def _divided(name: str, sizes: Sequence[int], mesh: Any) -> tuple[str, ...] | None:
     axes = mesh_axes(name, mesh)
-    count = prod(mesh.shape[axis] for axis in axes)
-    return axes if axes and all(size % count == 0 for size in sizes) else None
+    count = device_count(mesh, axes)
+    # All or none: a layer may have more heads of one kind than of another.
+    divide = all(size % count == 0 for size in sizes)
+    return axes if axes and divide else None
 
 
 def _is_names(value: Any) -> bool:

@@ -64,7 +64,9 @@ def context_parallel(
     """
     given = {"strategy": strategy, "balance": balance, "order": order}
     changes = {name: value for name, value in given.items() if value is not None}
-    options = replace(in_use(), **changes)
+    # Those around stay in use where none is given.
+    around = in_use()
+    options = replace(around, **changes)
     check_choice("strategy", options.strategy, STRATEGIES)
     check_choice("balance", options.balance, BALANCES)
     check_choice("order", options.order, ORDERS)

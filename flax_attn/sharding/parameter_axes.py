@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Sequence
+from itertools import chain
 from typing import Any, TypeVar
 
 import jax
@@ -10,7 +11,7 @@ from flax import nnx
 from flax.core.spmd import get_logical_axis_rules
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from flax_attn.sharding.axes import AxisName, axes_in, mesh_axes, spec, table
+from flax_attn.sharding.axes import AxisName, axes_in, device_count, mesh_axes, spec, table
 
 S = TypeVar("S")
 # The metadata that says how many elements along each axis stay on one device.
@@ -48,36 +49,44 @@ def given_names(variable: nnx.Variable) -> tuple[AxisName, ...] | None:
     names = metadata.get("out_sharding")
     if isinstance(names, NamedSharding):
         names = names.spec
-    if not names:
-        return None
-    renamed = dict(get_logical_axis_rules()) | dict(metadata.get("sharding_rules") or ())
-    return tuple(renamed.get(name, name) if isinstance(name, str) else name for name in names)
+    return _renamed(names, metadata.get("sharding_rules") or ()) if names else None
+
+
+def _renamed(names: Iterable[AxisName], own_rules: Any) -> tuple[AxisName, ...]:
+    rules = dict(get_logical_axis_rules()) | dict(own_rules)
+    # An axis may have several names, which have no rules.
+    return tuple(rules.get(name, name) if isinstance(name, str) else name for name in names)
 
 
 def _default(variable: nnx.Variable, mesh: Any) -> tuple[AxisName, ...] | None:
     # Vectors are small, and the state of random streams and batch statistics is read whole.
     if variable.ndim < 2 or not isinstance(variable, nnx.Param | nnx.OptVariable):
         return None
+    largest = _largest(variable.shape, mesh)
+    if largest is None:
+        return None
+    return tuple(_DEFAULT if i == largest else None for i in range(variable.ndim))
+
+
+def _largest(shape: tuple[int, ...], mesh: Any) -> int | None:
+    """Return the largest axis that the devices of the default divide, None if there is none."""
     axes = mesh_axes(_DEFAULT, mesh)
-    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    if not axes or _some_explicit(axes, mesh):
+        return None
+    devices = device_count(mesh, axes)
+    divided = [i for i, size in enumerate(shape) if size % devices == 0]
+    return max(divided, key=lambda i: shape[i], default=None)
+
+
+def _some_explicit(axes: Collection[str], mesh: Any) -> bool:
     # With Explicit axes JAX asks the model's own code where each product lies.
-    if not axes or any(types[axis] == AxisType.Explicit for axis in axes):
-        return None
-    devices = 1
-    for axis in axes:
-        devices *= mesh.shape[axis]
-    divided = [i for i, size in enumerate(variable.shape) if size % devices == 0]
-    if not divided:
-        return None
-    largest = max(divided, key=lambda i: variable.shape[i])
-    names: list[AxisName] = [None] * variable.ndim
-    names[largest] = _DEFAULT
-    return tuple(names)
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    return any(types[axis] == AxisType.Explicit for axis in axes)
 
 
 def check_mesh(mesh: Any) -> None:
     """Raise unless a mesh has an axis of the table."""
-    known = dict.fromkeys(axis for axes in table().values() for axis in axes)
+    known = dict.fromkeys(chain.from_iterable(table().values()))
     if known.keys().isdisjoint(mesh.axis_names):
         raise ValueError(
             f"a mesh must have an axis of the table, {', '.join(known)}; got the axes"
@@ -105,16 +114,28 @@ def specs(state: S, mesh: Any, only: str | None = None, but: Collection[str] = (
     """
 
     def of_one(x: nnx.Variable) -> nnx.Variable:
-        names = axis_names(x, mesh)
-        if names is None:
-            return x.replace(PartitionSpec())
-        unit = x.get_metadata().get(UNIT, (1,) * x.ndim)
-        # The number of pieces that an axis may be cut into.
-        pieces = [size // each for size, each in zip(x.shape, unit, strict=True)]
-        entries = []
-        for name, entry in zip(names, spec(names, mesh, pieces), strict=True):
-            kept = only in (None, name) and not set(axes_in(entry)) & set(but)
-            entries.append(entry if kept else None)
-        return x.replace(PartitionSpec(*entries))
+        return x.replace(_spec(x, mesh, only, but))
 
     return jax.tree.map(of_one, state, is_leaf=lambda x: isinstance(x, nnx.Variable))
+
+
+def _spec(x: nnx.Variable, mesh: Any, only: str | None, but: Collection[str]) -> PartitionSpec:
+    names = axis_names(x, mesh)
+    if names is None:
+        return PartitionSpec()
+    split = zip(names, spec(names, mesh, _pieces(x)), strict=True)
+    asked = [entry if only in (None, name) else None for name, entry in split]
+    return _without(asked, but)
+
+
+def _without(entries: Sequence[Any], axes: Collection[str]) -> PartitionSpec:
+    """Return a spec in which what would be split over one of these axes is whole."""
+    taken = set(axes)
+    free = [entry if taken.isdisjoint(axes_in(entry)) else None for entry in entries]
+    return PartitionSpec(*free)
+
+
+def _pieces(x: nnx.Variable) -> list[int]:
+    """Return into how many pieces each axis of a variable may be cut."""
+    unit = x.get_metadata().get(UNIT, (1,) * x.ndim)
+    return [size // each for size, each in zip(x.shape, unit, strict=True)]

@@ -161,11 +161,12 @@ def create(build: Callable[..., M], mesh: Any, *modules: nnx.Pytree) -> M:
         return build(*nnx.merge(graph, state))
 
     # Traced twice: the shardings follow from the shapes, and must be known to compile.
-    shapes = abstract(run, state)
+    made, shapes = nnx.split(abstract(run, state))
     where = shardings(shapes, mesh)
-    warn_of_whole(nnx.state(shapes), mesh)
+    warn_of_whole(shapes, mesh)
     make = jax.jit(lambda state: nnx.state(run(state)), out_shardings=where)
-    return nnx.merge(nnx.graphdef(shapes), make(state))
+    arrays = make(state)
+    return nnx.merge(made, arrays)
 
 
 def abstract(build: Callable[..., M], *arguments: Any) -> M:
@@ -178,7 +179,13 @@ def abstract(build: Callable[..., M], *arguments: Any) -> M:
         >>> abstract(lambda: FeedForward(6, 8, rngs=nnx.Rngs(0))).layers[0].kernel.get_value()
         ShapeDtypeStruct(shape=(6, 8), dtype=float32)
     """
-    return nnx.merge(*jax.eval_shape(lambda *arguments: nnx.split(build(*arguments)), *arguments))
+
+    def run(*arguments: Any) -> tuple[Any, Any]:
+        return nnx.split(build(*arguments))
+
+    # The graph holds no arrays, and passes through as it is.
+    graph, shapes = jax.eval_shape(run, *arguments)
+    return nnx.merge(graph, shapes)
 
 
 def sharding_of(variable: nnx.Variable, mesh: Any) -> NamedSharding:

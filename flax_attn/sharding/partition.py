@@ -6,13 +6,13 @@ It says which mesh axes the batch, heads, queries and keys of the call are split
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import gcd, lcm, prod
+from math import gcd, lcm
 from typing import Any
 
 from flax_attn.backends.call import Call, Unsupported
 from flax_attn.backends.choose import few_queries
 from flax_attn.backends.registry import load
-from flax_attn.sharding.axes import mesh_axes, mesh_of
+from flax_attn.sharding.axes import device_count, mesh_axes, mesh_of
 from flax_attn.sharding.options import ContextOptions, in_use
 from flax_attn.sharding.zigzag_order import check_pieces
 
@@ -60,9 +60,14 @@ class Division:
         """All mesh axes that are used."""
         return frozenset((*self.batch, *self.heads, *self.keys))
 
+    @property
+    def heads_alone(self) -> bool:
+        """Whether heads are divided instead of tokens among all devices that share the tokens."""
+        return self.within == self.size(self.keys)
+
     def size(self, axes: tuple[str, ...]) -> int:
         """Return over how many devices these axes divide."""
-        return _size(self.mesh, axes)
+        return device_count(self.mesh, axes)
 
 
 def divide(call: Call, backend: str = "auto") -> Division | None:
@@ -75,52 +80,65 @@ def divide(call: Call, backend: str = "auto") -> Division | None:
         ValueError: if a strategy cannot run the call.
     """
     mesh = mesh_of(call.query, call.key, call.value)
-    b, n, t, s = call.shape
-    found = {name: mesh_axes(name, mesh) for name in ("batch", "heads", "tokens")}
     few = few_queries(call)
-    if in_use().order == "zigzag" and (few or not found["tokens"]):
-        raise ValueError(
-            f"tokens in zigzag order are those of a sequence that a mesh splits; got t={t}, s={s}"
-            " and a mesh with axes "
-            f'{mesh.axis_names}. Pass order="natural", or set a mesh with an axis for tokens'
-        )
-    if 0 in call.shape or not any(found.values()):
+    _check_order(call, mesh, few)
+    split = [mesh_axes(name, mesh) for name in ("batch", "heads", "tokens")]
+    if 0 in call.shape or not any(split):
         return None
-    k, tokens = call.key.shape[2], found["tokens"]
-    batch = _split(mesh, "batch", "rows", found["batch"], b)
-    heads = _split(mesh, "heads", "query heads", found["heads"], n)
-    if few and s % _size(mesh, tokens):
-        tokens = ()  # a cache whose capacity does not divide is on every device
-    queries = ()
-    if not few:
-        queries = _split(mesh, "tokens", "query tokens", tokens, t)
-    keys = _split(mesh, "tokens", "key tokens", tokens, s)
-    # The least number of copies that the devices divide.
-    over = _size(mesh, heads)
-    copies = lcm(k, over) // k
-    division = Division(mesh, batch, heads, queries, keys, copies)
-    if not keys:
+    division = _divided(call, mesh, few)
+    if not division.keys:
         return division
-    if not queries:
+    if not division.queries:
         reason = "the queries are few: each device attends to its keys"
         return replace(division, strategy="merge", reason=reason)
-    return _with_strategy(division, call, backend, in_use(), n // over, k * copies // over)
+    return _with_strategy(division, call, backend)
 
 
-def _size(mesh: Any, axes: tuple[str, ...]) -> int:
-    return prod(mesh.shape[axis] for axis in axes)
+def _check_order(call: Call, mesh: Any, few: bool) -> None:
+    if in_use().order != "zigzag":
+        return
+    # Of few queries, as in decoding, each device has all.
+    if few or not mesh_axes("tokens", mesh):
+        _, _, t, s = call.shape
+        raise ValueError(
+            f"tokens in zigzag order are those of a sequence that a mesh splits; got t={t}, s={s}"
+            f" and a mesh with axes {mesh.axis_names}. Pass"
+            ' order="natural", or set a mesh with an axis for tokens'
+        )
 
 
-def _split(mesh: Any, name: str, what: str, axes: tuple[str, ...], size: int) -> tuple[str, ...]:
-    devices = _size(mesh, axes)
-    if size == 1 or devices == 1:  # one row, head or token is on every device
+def _divided(call: Call, mesh: Any, few: bool) -> Division:
+    """Return which mesh axes divide rows, heads and tokens, before a strategy is chosen."""
+    b, n, t, s = call.shape
+    k = call.key.shape[2]
+    batch = _split(mesh, "batch", "rows", b)
+    heads = _split(mesh, "heads", "query heads", n)
+    # The least number of copies that the devices divide.
+    copies = lcm(k, device_count(mesh, heads)) // k
+    division = Division(mesh, batch, heads, queries=(), keys=(), copies=copies)
+    if not few:
+        queries = _split(mesh, "tokens", "query tokens", t)
+        keys = _split(mesh, "tokens", "key tokens", s)
+        return replace(division, queries=queries, keys=keys)
+    # A cache whose capacity does not divide is on every device.
+    if s % device_count(mesh, mesh_axes("tokens", mesh)):
+        return division
+    return replace(division, keys=_split(mesh, "tokens", "key tokens", s))
+
+
+def _split(mesh: Any, name: str, what: str, size: int) -> tuple[str, ...]:
+    axes = mesh_axes(name, mesh)
+    devices = device_count(mesh, axes)
+    # One row, head or token is on every device.
+    if size == 1 or devices == 1:
         return ()
     if size % devices:
         remedies = {
             "rows": f"Pass a batch of a multiple of {devices} rows",
             "query heads": "Use fewer devices for them",
         }
-        padding = f"Add {-size % devices} tokens of padding and hide them with Mask.lengths"
+        missing = -size % devices
+        padding = f"Add {missing} tokens of padding and hide them with Mask.lengths"
         remedy = remedies.get(what, padding)
         sizes = " x ".join(f"{axis}={mesh.shape[axis]}" for axis in axes)
         raise IndivisibleError(
@@ -130,10 +148,13 @@ def _split(mesh: Any, name: str, what: str, axes: tuple[str, ...], size: int) ->
     return axes
 
 
-def _with_strategy(
-    division: Division, call: Call, backend: str, options: ContextOptions, n: int, k: int
-) -> Division:
+def _with_strategy(division: Division, call: Call, backend: str) -> Division:
+    options = in_use()
     devices = division.size(division.keys)
+    # The heads of one device.
+    over = division.size(division.heads)
+    n = call.query.shape[2] // over
+    k = call.key.shape[2] * division.copies // over
     strategy, reason = options.strategy, "asked for"
     if strategy == "auto":
         strategy, reason = _chosen(call, backend, devices, n, k)
@@ -143,9 +164,8 @@ def _with_strategy(
         if n % within or within == 1:
             raise ValueError(
                 f"Ulysses divides the heads among the devices that share the tokens; got {n} query"
-                f" and {k} key/value "
-                f'heads a device for {devices} devices. Use strategy="ring", or fewer devices for'
-                " tokens"
+                f" and {k} key/value heads a device for {devices} devices. Use"
+                ' strategy="ring", or fewer devices for tokens'
             )
     if strategy in _IN_PIECES and not _in_parts(backend):
         raise Unsupported(
@@ -168,29 +188,38 @@ def _in_parts(backend: str) -> bool:
 
 
 def _chosen(call: Call, backend: str, devices: int, n: int, k: int) -> tuple[str, str]:
-    _, _, t, _ = call.shape
-    (low, high), _ = call.mask.split_band()
-    within = gcd(devices, n, k)
-    share = t // devices
     divided = f"{devices} devices divide the {n} heads"
     if not _in_parts(backend):
         if n % devices == 0:
             return "ulysses", f"{backend} needs whole sequences, and {divided}"
         return "all_gather", f"{backend} needs all keys"
+    shown = _shown_keys(call)
+    share = call.query.shape[1] // devices
     # A window no wider than a piece reaches into one neighbour: nothing sends less.
-    if low is not None and high is not None and high - low <= share:
-        shown = f"the mask shows {high - low + 1} keys"
-        return "ring", f"{shown}, so only pieces of neighbours of {share} tokens are sent"
+    if shown is not None and shown <= share + 1:
+        reason = f"so only pieces of neighbours of {share} tokens are sent"
+        return "ring", f"the mask shows {shown} keys, {reason}"
     if n % devices == 0:
         return "ulysses", f"{divided}, so that each runs the backend of one device"
+    within = gcd(devices, n, k)
     if within > 1:
         return "ulysses+ring", f"{within} neighbours divide the {n} query and {k} key/value heads"
     return "ring", f"{devices} devices and {k} key/value heads have no common divisor"
 
 
+def _shown_keys(call: Call) -> int | None:
+    """Return how many keys a window shows to a query, None where it is open on a side."""
+    (low, high), _ = call.mask.split_band()
+    if low is None or high is None:
+        return None
+    return high - low + 1
+
+
 def _balanced(call: Call, options: ContextOptions, strategy: str, devices: int) -> bool:
     _, _, t, s = call.shape
-    if options.order == "zigzag" or (options.balance == "zigzag" and strategy != "ulysses"):
+    # With Ulysses each device has all tokens of its heads, and the same work as it is.
+    asked = options.balance == "zigzag" and strategy != "ulysses"
+    if options.order == "zigzag" or asked:
         if t != s:
             raise ValueError(
                 f"the zigzag order is that of one sequence; got t={t}, s={s}. Pass balance='none'"
@@ -201,4 +230,5 @@ def _balanced(call: Call, options: ContextOptions, strategy: str, devices: int) 
         return False
     # Of a window every device has the same work as it is.
     (low, high), _ = call.mask.split_band()
-    return high is not None and low is None and t == s and t % (2 * devices) == 0
+    causal = high is not None and low is None
+    return causal and t == s and t % (2 * devices) == 0

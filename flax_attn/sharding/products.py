@@ -3,6 +3,7 @@
 There JAX asks how the result is split.
 """
 
+from itertools import chain
 from typing import Any
 
 import jax
@@ -29,16 +30,21 @@ def sharded_dot_general(x: Array, matrix: Array, dimension_numbers: Any, **optio
     if AxisType.Explicit not in mesh.axis_types:
         return jax.lax.dot_general(x, matrix, dimension_numbers, **options)
     (_, (contracted,)), _ = dimension_numbers
-    entries = _entries(x)
-    *tokens, summed = entries
-    taken = {axis for entry in entries for axis in axes_in(entry)}
-    own = axes_in(_entries(matrix)[1 - contracted])
-    # An axis that splits tokens cannot split the last axis of the result as well.
-    kept = tuple(axis for axis in own if axis not in taken) or None
-    of_matrix = PartitionSpec(summed, kept) if contracted == 0 else PartitionSpec(kept, summed)
+    *tokens, summed = _entries(x)
+    kept = _kept(x, _entries(matrix)[1 - contracted])
+    # Both sides of a sum are split alike: each device adds up its part.
+    entries = (summed, kept) if contracted == 0 else (kept, summed)
+    of_matrix = PartitionSpec(*entries)
     matrix = jax.sharding.reshard(matrix, NamedSharding(mesh, of_matrix))
-    options["out_sharding"] = NamedSharding(mesh, PartitionSpec(*tokens, kept))
+    of_result = PartitionSpec(*tokens, kept)
+    options["out_sharding"] = NamedSharding(mesh, of_result)
     return jax.lax.dot_general(x, matrix, dimension_numbers, **options)
+
+
+def _kept(x: Array, own: Any) -> tuple[str, ...] | None:
+    # An axis that splits tokens cannot split the last axis of the result as well.
+    taken = set(chain.from_iterable(map(axes_in, _entries(x))))
+    return tuple(axis for axis in axes_in(own) if axis not in taken) or None
 
 
 def sharding_of_rows(ids: Array, table: Array) -> NamedSharding | None:

@@ -86,8 +86,7 @@ def _backward(
     def step(j, piece, sums, own):
         def with_piece():
             cols = route.keys_of(j)
-            with_keys = _with_keys(shard, piece, cols)
-            share = backend.backward(with_keys, done, cotangent)
+            share = backend.backward(_with_keys(shard, piece, cols), done, cotangent)
             d_piece = share.key, share.value
             return jax.tree.map(jnp.add, sums, d_piece), _add(own, share, cols)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, TypeVar
 
 import jax
@@ -41,18 +42,19 @@ class Route:
     @property
     def hops(self) -> tuple[int, int]:
         """How far a piece must travel, up and down the ring, to meet every device that needs it."""
-        steps = {0}
-        for i, needed in enumerate(self.needed):
-            for j in range(self.size):
-                if needed[j]:
-                    steps.add((i - j) % self.size)
-        # So many steps up the ring, or fewer and the rest down: the least in all, and then down.
-        best = max(steps), 0
-        for down in range(1, self.size):
+        steps = self._steps()
+        ways = []
+        for down in range(self.size):
             up = max(step for step in steps if step < self.size - down)
-            if up + down < sum(best):
-                best = up, down
-        return best
+            ways.append((up, down))
+        # The least in all, and of equal ones that with more steps up.
+        return min(ways, key=sum)
+
+    def _steps(self) -> set[int]:
+        """Return how many steps up the ring lie between a piece and those that need it."""
+        users, homes = np.nonzero(np.array(self.needed))
+        found = (users - homes) % self.size
+        return {0, *found.tolist()}
 
     @property
     def place(self) -> Array:
@@ -75,25 +77,25 @@ class Route:
 
     def _pairs(self, hops: int, last: int | None) -> list[tuple[int, int]]:
         pairs = []
-        for i in range(self.size):
-            to = (i + hops) % self.size
+        for place in range(self.size):
+            to = (place + hops) % self.size
             if last is None or self._wanted(to, hops, last):
-                # Each member of a place has its own heads, and sends to its like.
-                for member in range(self.within):
-                    source = i * self.within + member
-                    target = to * self.within + member
-                    pairs.append((source, target))
+                pairs += zip(self._members(place), self._members(to), strict=True)
         return pairs
+
+    def _members(self, place: int) -> range:
+        # Each member of a place has its own heads, and sends to its like.
+        first = place * self.within
+        return range(first, first + self.within)
 
     def _wanted(self, place: int, direction: int, last: int) -> bool:
         """Whether a piece that reaches this place after some hops is needed here or further on."""
         # One program sends all hops of the loop, so that a pair must do for each of them.
         for hop in range(1, last + 1):
             home = (place - direction * hop) % self.size
-            for more in range(last - hop + 1):
-                further = (place + direction * more) % self.size
-                if self.needed[further][home]:
-                    return True
+            users = [(place + direction * more) % self.size for more in range(last - hop + 1)]
+            if any(self.needed[user][home] for user in users):
+                return True
         return False
 
     def travel(
@@ -158,14 +160,24 @@ def make_route(
     """
     runs = 2 if ordered else 1
     # A part that holds arrays may hide anything: of it nothing is known before it is run.
-    known = Mask(tuple(part for part in mask.parts if not jax.tree.leaves(part)))
+    parts = [part for part in mask.parts if not jax.tree.leaves(part)]
+    known = Mask(tuple(parts))
     needed = np.zeros((size, size), bool)
     for i, j in np.ndindex(size, size):
-        for row in starts(i, size, runs, t):
-            found = known.kv_range(row, row + t // runs - 1, size * s)
-            for col in starts(j, size, runs, s):
-                needed[i, j] |= found.start < col + s // runs and found.stop > col
+        pairs = product(_runs(i, size, runs, t), _runs(j, size, runs, s))
+        needed[i, j] = any(_sees(known, *pair, size * s) for pair in pairs)
     return Route(axes, size, within, runs, s, _frozen(needed))
+
+
+def _runs(place: int, size: int, runs: int, tokens: int) -> list[range]:
+    length = tokens // runs
+    return [range(start, start + length) for start in starts(place, size, runs, tokens)]
+
+
+def _sees(mask: Mask, queries: range, keys: range, s: int) -> bool:
+    """Return whether some of these queries may attend to some of these of `s` keys."""
+    seen = mask.kv_range(queries.start, queries.stop - 1, s)
+    return bool(seen.start < keys.stop and seen.stop > keys.start)
 
 
 def stay(axes: tuple[str, ...], size: int, keys: int) -> Route:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from math import prod
 from typing import Any
 
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from flax_attn.sharding.axes import axes_in, mesh_axes
+from flax_attn.sharding.axes import axes_in, device_count, mesh_axes
 from flax_attn.sharding.parameter_axes import given_names, specs
 
 # The lines of `RULES` that split parameters: a mesh with none of their axes copies all of them.
@@ -44,6 +46,11 @@ class Placement:
         """Whether every device has all of it."""
         return self.share == self.size
 
+    def line(self, path: int, shape: int) -> str:
+        """Return a line of the table, with columns of these widths for path and shape."""
+        split = "whole" if self.whole else _entries(self.spec)
+        return f"{self.path:{path}}  {self.shape!s:{shape}}  {_bytes(self.share):>9}  {split}"
+
 
 @dataclass(frozen=True)
 class ShardingTable:
@@ -75,19 +82,16 @@ class ShardingTable:
         return tuple(one for one in large if one.whole and not one.names)
 
     def __str__(self) -> str:
-        mesh = ", ".join(f"{name}={size}" for name, size in self.axes.items())
-        devices = prod(self.axes.values())
-        lines = [
-            f"{_bytes(self.size)} over {devices} devices ({mesh}): {_bytes(self.share)} on each"
-        ]
         paths = max((len(one.path) for one in self.placements), default=0)
         shapes = max((len(str(one.shape)) for one in self.placements), default=0)
-        for one in self.placements:
-            split = "whole" if one.whole else _entries(one.spec)
-            lines.append(
-                f"{one.path:{paths}}  {one.shape!s:{shapes}}  {_bytes(one.share):>9}  {split}"
-            )
-        return "\n".join(lines)
+        lines = [one.line(paths, shapes) for one in self.placements]
+        return "\n".join([self._heading(), *lines])
+
+    def _heading(self) -> str:
+        mesh = ", ".join(f"{name}={size}" for name, size in self.axes.items())
+        devices = prod(self.axes.values())
+        size = _bytes(self.size)
+        return f"{size} over {devices} devices ({mesh}): {_bytes(self.share)} on each"
 
 
 def sharding_table(tree: Any, mesh: Any) -> ShardingTable:
@@ -110,15 +114,18 @@ def sharding_table(tree: Any, mesh: Any) -> ShardingTable:
         bias    (256,)        1.0 KiB  whole
         kernel  (512, 256)  128.0 KiB  fsdp, -
     """
-    found = []
-    for path, param in nnx.to_flat_state(nnx.filter_state(nnx.state(tree), nnx.Param)):
-        where = specs(param, mesh).get_value()
-        pieces = [mesh.shape[axis] for entry in where for axis in axes_in(entry)]
-        size = prod(param.shape) * param.dtype.itemsize
-        name = ".".join(map(str, path))
-        names = given_names(param)
-        found.append(Placement(name, param.shape, names, where, size, size // prod(pieces)))
+    params = nnx.filter_state(nnx.state(tree), nnx.Param)
+    found = [_placement(path, param, mesh) for path, param in nnx.to_flat_state(params)]
     return ShardingTable(dict(mesh.shape), tuple(found))
+
+
+def _placement(path: tuple, param: nnx.Param, mesh: Any) -> Placement:
+    name = ".".join(map(str, path))
+    where = specs(param, mesh).get_value()
+    axes = chain.from_iterable(map(axes_in, where))
+    size = prod(param.shape) * param.dtype.itemsize
+    share = size // device_count(mesh, axes)
+    return Placement(name, param.shape, given_names(param), where, size, share)
 
 
 def warn_of_whole(tree: Any, mesh: Any) -> None:
@@ -131,16 +138,25 @@ def warn_of_whole(tree: Any, mesh: Any) -> None:
     found = sharding_table(tree, mesh)
     if not found.unnamed:
         return
-    sizes = [f"{one.path} {one.shape}" for one in found.unnamed]
-    more = f" and {len(sizes) - 5} more" if len(sizes) > 5 else ""
-    amount = sum(one.size for one in found.unnamed)
-    warnings.warn(
-        f"{len(sizes)} parameters without axis names, {_bytes(amount)} of {_bytes(found.size)},"
-        f" stay whole on each of the {mesh.size} devices: {', '.join(sizes[:5])}{more}. Name their"
+    count = len(found.unnamed)
+    amount = _bytes(sum(one.size for one in found.unnamed))
+    size = _bytes(found.size)
+    names = _names_of(found.unnamed)
+    message = (
+        f"{count} parameters without axis names, {amount} of {size},"
+        f" stay whole on each of the {mesh.size} devices: {names}. Name their"
         " axes with flax.nnx.with_partitioning, or give the mesh an Auto fsdp axis that divides one"
-        " of them; flax_attn.sharding.sharding_table(model, mesh) prints how each is split",
-        stacklevel=3,
+        " of them; flax_attn.sharding.sharding_table(model, mesh) prints how each is split"
     )
+    # Of the line that calls `shard` or `create`.
+    warnings.warn(message, stacklevel=3)
+
+
+def _names_of(placements: Sequence[Placement]) -> str:
+    names = [f"{one.path} {one.shape}" for one in placements]
+    # A model may have hundreds of them.
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ", ".join(names[:5]) + more
 
 
 def _entries(where: PartitionSpec) -> str:

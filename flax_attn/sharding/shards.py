@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -41,19 +42,25 @@ class Shard:
         _, _, t, s = call.shape
         rows = self.rows or whole(t)
         cols = self.cols or whole(s)
+        changes: dict[str, Any] = {}
         # A mask that is asked by its own indices keeps its structure for the kernels.
         if self.rows is not None or self.cols is not None:
-            parts = [PlacedPart(part, rows=rows, cols=cols, s=self.s) for part in call.mask.parts]
-            call = replace(call, mask=Mask(tuple(parts)))
+            changes["mask"] = _placed(call.mask, rows, cols, self.s)
+        # A device has the bias of its queries, and of all keys.
         if call.bias is not None and self.cols is not None:
-            call = replace(call, bias=self.cols.take(call.bias, 3))
-        if call.dropout is not None:
+            changes["bias"] = cols.take(call.bias, 3)
+        dropout = call.dropout
+        if dropout is not None:
             places = self.b, self.n, rows, cols
-            dropout = PlacedDropout(call.dropout.rate, call.dropout.key, places)
-            call = replace(call, dropout=dropout)
+            changes["dropout"] = PlacedDropout(dropout.rate, dropout.key, places)
         if call.score is not None:
-            call = replace(call, score=call.score.placed(rows, cols))
-        return call
+            changes["score"] = call.score.placed(rows, cols)
+        return replace(call, **changes)
+
+
+def _placed(mask: Mask, rows: Places, cols: Places, s: int) -> Mask:
+    parts = [PlacedPart(part, rows=rows, cols=cols, s=s) for part in mask.parts]
+    return Mask(tuple(parts))
 
 
 def whole(size: int) -> Places:

@@ -52,28 +52,31 @@ def attend_shard(division: Division, kernel: Kernel, shard: Shard) -> Array:
     if division.strategy == "merge":
         return _over_all_devices(division, kernel, shard)
     if division.balanced and not division.ordered:
-        output = _over_tokens(replace(division, ordered=True), kernel, _exchanged(division, shard))
+        ordered = replace(division, ordered=True)
+        output = _over_tokens(ordered, kernel, _exchanged(division, shard))
         return exchange_back(output, division.keys)
     return _over_tokens(division, kernel, shard)
 
 
 def _exchanged(division: Division, shard: Shard) -> Shard:
-    call, bias, axes = shard.call, shard.call.bias, division.keys
-    arrays = {name: exchange(getattr(call, name), axes) for name in ("query", "key", "value")}
+    call, axes = shard.call, division.keys
+    changes = {name: exchange(getattr(call, name), axes) for name in ("query", "key", "value")}
     # Its rows are of the device's queries; its columns are of all keys, in their own order.
-    if bias is not None and bias.shape[2] > 1:
-        bias = exchange(bias, axes, 2)
-    places = zigzag_places(axes, call.shape[2])
-    return replace(shard, call=replace(call, **arrays, bias=bias), rows=places, cols=places)
+    if call.bias is not None and call.bias.shape[2] > 1:
+        changes["bias"] = exchange(call.bias, axes, 2)
+    places = zigzag_places(axes, call.query.shape[1])
+    return replace(shard, call=replace(call, **changes), rows=places, cols=places)
 
 
 def _over_tokens(division: Division, kernel: Kernel, shard: Shard) -> Array:
     if division.strategy == "all_gather":
-        return kernel.attend(_with_all_keys(division, shard).as_call())
+        gathered = _with_all_keys(division, shard)
+        return kernel.attend(gathered.as_call())
     if division.strategy == "ring":
         return _around_the_ring(division, kernel, shard)
     divided = _with_all_tokens(division, shard)
-    if _whole(division):
+    # Ulysses alone, or a ring of groups of neighbours.
+    if division.heads_alone:
         output = kernel.attend(divided.as_call())
     else:
         output = _around_the_ring(division, kernel, divided)
@@ -82,9 +85,9 @@ def _over_tokens(division: Division, kernel: Kernel, shard: Shard) -> Array:
 
 def _around_the_ring(division: Division, kernel: Kernel, shard: Shard) -> Array:
     _, _, t, s = shard.call.shape
-    axes, within, ordered = division.keys, division.within, division.ordered
+    axes, within = division.keys, division.within
     size = division.size(axes) // within
-    route = make_route(axes, size, within, ordered, shard.call.mask, t, s)
+    route = make_route(axes, size, within, division.ordered, shard.call.mask, t, s)
     return kernel.attend_pieces(route, shard)
 
 
@@ -94,16 +97,11 @@ def _over_all_devices(division: Division, kernel: Kernel, shard: Shard) -> Array
     return kernel.attend_pieces(route, shard, division.keys)
 
 
-def _whole(division: Division) -> bool:
-    return division.within == division.size(division.keys)
-
-
 def _with_all_keys(division: Division, shard: Shard) -> Shard:
-    axes = division.keys
 
     def gather(x: Array) -> Array:
-        x = jax.lax.all_gather(x, axes, axis=1, tiled=True)
-        return joined(x, division.size(axes)) if division.ordered else x
+        x = jax.lax.all_gather(x, division.keys, axis=1, tiled=True)
+        return _in_own_order(division, x, division.size(division.keys), 1)
 
     call = shard.call
     call = replace(call, key=gather(call.key), value=gather(call.value))
@@ -112,32 +110,15 @@ def _with_all_keys(division: Division, shard: Shard) -> Shard:
 
 def _with_all_tokens(division: Division, shard: Shard) -> Shard:
     """Return a shard with all tokens of `within` neighbours and a share of their heads."""
-    call, within, t = shard.call, division.within, shard.call.shape[2]
-    key, value = call.key, call.value
-    # Fewer heads than neighbours are copied, so that each neighbour gets one.
-    copies = within // gcd(key.shape[2], within)
-    if copies > 1:
-        key = jnp.repeat(key, copies, axis=2)
-        value = jnp.repeat(value, copies, axis=2)
-    query = _to_heads(division, call.query, 2, 1)
-    key = _to_heads(division, key, 2, 1)
-    value = _to_heads(division, value, 2, 1)
+    call = shard.call
+    query, key, value = _exchanged_for_heads(division, call)
     n = query.shape[2]
-    first = jax.lax.axis_index(division.keys) % within * n
+    first = jax.lax.axis_index(division.keys) % division.within * n
     heads = Places(first[None], n)
-    parts = []
-    for part in call.mask.parts:
-        if _differs_by_head(part):
-            part = PlacedPart(part, n=heads)
-        parts.append(part)
-    changes: dict[str, Any] = _of_heads(call, heads)
-    if call.bias is not None:
-        changes["bias"] = _bias_of_heads(division, call.bias, t, heads)
-    if call.score is not None:
-        changes["score"] = replace(call.score, n=heads.take(call.score.n, 0))
-    call = replace(call, query=query, key=key, value=value, mask=Mask(tuple(parts)), **changes)
+    others = _of_heads(division, call, heads)
+    call = replace(call, query=query, key=key, value=value, **others)
     rows = cols = None
-    if not _whole(division):
+    if not division.heads_alone:
         rows = _group_places(division, query.shape[1])
         cols = _group_places(division, key.shape[1])
     # `heads` counts among the heads of this device, and the shard among those of the call.
@@ -145,7 +126,32 @@ def _with_all_tokens(division: Division, shard: Shard) -> Shard:
     return replace(shard, call=call, n=n_places, rows=rows, cols=cols)
 
 
-def _of_heads(call: Call, heads: Places) -> dict[str, Array]:
+def _exchanged_for_heads(division: Division, call: Call) -> list[Array]:
+    """Return query, key and value of all tokens of the neighbours, and a share of the heads."""
+    # Fewer heads than neighbours are copied, so that each neighbour gets one.
+    copies = division.within // gcd(call.key.shape[2], division.within)
+    arrays = call.query, *copied_heads(call, copies)
+    return [_to_heads(division, x, heads=2, tokens=1) for x in arrays]
+
+
+def copied_heads(call: Call, copies: int) -> tuple[Array, Array]:
+    """Return the keys and values of a call with so many copies of each head, side by side."""
+    if copies == 1:
+        return call.key, call.value
+    return jnp.repeat(call.key, copies, axis=2), jnp.repeat(call.value, copies, axis=2)
+
+
+def _of_heads(division: Division, call: Call, heads: Places) -> dict[str, Any]:
+    """Return all else that a call has for each head, at `heads`."""
+    found = _arrays_of_heads(call, heads) | {"mask": _mask_of_heads(call.mask, heads)}
+    if call.bias is not None:
+        found["bias"] = _bias_of_heads(division, call.bias, call.query.shape[1], heads)
+    if call.score is not None:
+        found["score"] = replace(call.score, n=heads.take(call.score.n, 0))
+    return found
+
+
+def _arrays_of_heads(call: Call, heads: Places) -> dict[str, Any]:
     """Return the arrays of a call that have an axis of heads and none of tokens, at `heads`."""
     found = {}
     for name, axes in call.axes.items():
@@ -155,19 +161,28 @@ def _of_heads(call: Call, heads: Places) -> dict[str, Array]:
     return found
 
 
+def _mask_of_heads(mask: Mask, heads: Places) -> Mask:
+    parts = []
+    for part in mask.parts:
+        own = PlacedPart(part, n=heads) if _differs_by_head(part) else part
+        parts.append(own)
+    return Mask(tuple(parts))
+
+
 def _differs_by_head(part: MaskPart) -> bool:
+    # A part without axes takes its heads of the whole by itself.
     return part.axes is None or any("heads" in axes for axes in part.axes.values())
 
 
 def _bias_of_heads(division: Division, bias: Array, t: int, heads: Places) -> Array:
-    if bias.shape[2] < t:  # one row for all queries
+    # One row for all queries.
+    if bias.shape[2] < t:
         return heads.take(bias, 1)
     if bias.shape[1] > 1:
-        return _to_heads(division, bias, 1, 2)
+        return _to_heads(division, bias, heads=1, tokens=2)
     # One head for all: there is nothing to exchange for the rows of the neighbours.
-    axes, groups = division.keys, _groups(division)
-    gathered = jax.lax.all_gather(bias, axes, axis=2, tiled=True, axis_index_groups=groups)
-    return joined(gathered, division.within, 2) if division.ordered else gathered
+    gathered = jax.lax.all_gather(bias, axis=2, **_among_neighbours(division))
+    return _in_own_order(division, gathered, division.within, 2)
 
 
 def _group_places(division: Division, size: int) -> Places:
@@ -177,21 +192,28 @@ def _group_places(division: Division, size: int) -> Places:
     return Places((jax.lax.axis_index(axes) // within * size)[None], size)
 
 
-def _groups(division: Division) -> list[list[int]] | None:
-    if _whole(division):
-        return None
-    devices, within = division.size(division.keys), division.within
-    return np.arange(devices).reshape(-1, within).tolist()
+def _among_neighbours(division: Division) -> dict[str, Any]:
+    """Return the options of a collective among the devices that divide the heads."""
+    groups = None
+    if not division.heads_alone:
+        devices = np.arange(division.size(division.keys))
+        groups = devices.reshape(-1, division.within).tolist()
+    return {"axis_name": division.keys, "axis_index_groups": groups, "tiled": True}
 
 
 def _to_heads(division: Division, x: Array, heads: int, tokens: int) -> Array:
-    axes, groups = division.keys, _groups(division)
-    x = jax.lax.all_to_all(x, axes, heads, tokens, tiled=True, axis_index_groups=groups)
-    return joined(x, division.within, tokens) if division.ordered else x
+    among = _among_neighbours(division)
+    x = jax.lax.all_to_all(x, split_axis=heads, concat_axis=tokens, **among)
+    return _in_own_order(division, x, division.within, tokens)
 
 
 def _to_tokens(division: Division, x: Array) -> Array:
-    axes, groups = division.keys, _groups(division)
+    among = _among_neighbours(division)
     if division.ordered:
         x = unjoined(x, division.within)
-    return jax.lax.all_to_all(x, axes, 1, 2, tiled=True, axis_index_groups=groups)
+    return jax.lax.all_to_all(x, split_axis=1, concat_axis=2, **among)
+
+
+def _in_own_order(division: Division, x: Array, devices: int, axis: int) -> Array:
+    # Tokens that were gathered in zigzag order are those of one early and one late piece each.
+    return joined(x, devices, axis) if division.ordered else x

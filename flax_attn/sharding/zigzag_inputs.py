@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from math import prod
-
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
@@ -12,7 +10,7 @@ from flax_attn.functional.dropout import KeyedDropout
 from flax_attn.functional.padding import without_padding
 from flax_attn.functional.shapes import ArrayLike
 from flax_attn.functional.token_runs import PlacedDropout, Places
-from flax_attn.sharding.axes import constrain, mesh_axes, mesh_of
+from flax_attn.sharding.axes import constrain, device_count, mesh_axes, mesh_of
 from flax_attn.sharding.options import in_use
 from flax_attn.sharding.zigzag_order import pieces, zigzag
 
@@ -78,13 +76,15 @@ def arranged_dropout(dropout: KeyedDropout, t: int) -> KeyedDropout:
     """
     if in_use().order == "natural":
         return dropout
-    order = np.array(pieces(_devices()), np.int32)
-    size = t // len(order)
-    tokens = Places(order * size, size)
     # Rows, heads and features stay where they are.
     same = Places(np.zeros(1, np.int32), 1)
-    places = same, same, tokens, same
-    return PlacedDropout(dropout.rate, dropout.key, places)
+    return PlacedDropout(dropout.rate, dropout.key, (same, same, _arranged_places(t), same))
+
+
+def _arranged_places(t: int) -> Places:
+    order = np.array(pieces(_devices()), np.int32)
+    size = t // len(order)
+    return Places(order * size, size)
 
 
 def _devices() -> int:
@@ -96,4 +96,4 @@ def _devices() -> int:
             f' {mesh.axis_names}. Pass order="natural", or set a mesh with an axis for tokens with'
             " jax.set_mesh"
         )
-    return prod(mesh.shape[axis] for axis in axes)
+    return device_count(mesh, axes)

@@ -4,6 +4,7 @@ For every strategy, balance, kind of mask, argument and head ratio.
 """
 
 from collections import Counter
+from dataclasses import dataclass
 from functools import partial
 
 import jax
@@ -394,11 +395,24 @@ class OddDistance(MaskPart):
         return (rows - cols) % 2 == 1
 
 
+@dataclass(frozen=True)
+class Periodic(MaskPart):
+    """A part that nobody here knows, with an array inside of another tree."""
+
+    tree: dict[str, dict[str, jax.Array]]
+
+    def allow(self, rows, cols):
+        return (rows - cols) % self.tree["numbers"]["period"] == 0
+
+
+PARTS = {"odd distance": OddDistance(), "tree": Periodic({"numbers": {"period": jnp.array(3)}})}
+
+
+@pytest.mark.parametrize("part", PARTS.values(), ids=PARTS)
 @pytest.mark.parametrize("strategy", ["ring", "ulysses"])
-def test_a_mask_of_an_unknown_kind_is_kept(strategy, mesh_like):
-    call = partial(
-        dot_product_attention, **arrays_of(32, b=2), mask=Mask((OddDistance(),)) & Mask.causal()
-    )
+def test_a_mask_of_an_unknown_kind_is_kept(strategy, part, mesh_like):
+    mask = Mask((part,)) & Mask.causal()
+    call = partial(dot_product_attention, **arrays_of(32, b=2), mask=mask)
     expected = jit(call)()
     with jax.set_mesh(mesh_like(data=2, context=4)), context_parallel(strategy):
         np.testing.assert_allclose(jit(call)(), expected, rtol=0, atol=tolerance.FORWARD)

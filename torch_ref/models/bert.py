@@ -38,29 +38,39 @@ class Bert(TextEncoder[BertConfig]):
 
     def create_embeddings(self) -> None:
         """Set the tables of tokens, types and positions, and the norm and dropout of their sum."""
-        config, d_model = self.config, self.config.d_model
+        config = self.config
+        d_model = config.d_model
         self.tok_emb = Embedding(config.vocab_size, d_model)
         # Both sentences of a pair pass through the model together.
         self.type_emb = Embedding(config.num_types, d_model)
         self.pos_emb = Embedding(config.context_length, d_model)
-        self.emb_norm = LayerNorm(d_model, config.eps)
-        self.drop_emb = Dropout(config.dropout)
+        self.emb_norm = self.norm()
+        self.drop_emb = self.drop()
 
     def block(self, layer: int, backend: str) -> TransformerBlock:
         """Return a block: norms after the sums, dropout on what is added."""
-        config, d = self.config, self.config.d_model
+        config = self.config
+        d = config.d_model
         options = {"qkv_bias": True, "causal": False, "backend": backend}
         return TransformerBlock(
             MultiHeadAttention(
                 d, d, config.context_length, config.attention_dropout, config.num_heads, **options
             ),
             FeedForward(d, config.d_hidden, config.activation),
-            LayerNorm(d, config.eps),
-            LayerNorm(d, config.eps),
+            self.norm(),
+            self.norm(),
             # As in the first Transformer: the norms stand after the sums.
             norm_first=False,
-            drop_shortcut=Dropout(config.dropout),
+            drop_shortcut=self.drop(),
         )
+
+    def norm(self) -> LayerNorm:
+        """Return a norm."""
+        return LayerNorm(self.config.d_model, self.config.eps)
+
+    def drop(self) -> Dropout:
+        """Return the dropout of the embeddings, and of what the layers of a block add."""
+        return Dropout(self.config.dropout)
 
     def create_head(self) -> None:
         """Set the layer of `pooled`."""
@@ -112,7 +122,7 @@ class BertMaskedLM(Bert):
     def create_head(self) -> None:
         """Set the head."""
         config = self.config
-        norm = LayerNorm(config.d_model, config.eps)
+        norm = self.norm()
         self.pooler = None
         self.head = MaskedLMHead(config.d_model, config.vocab_size, norm, config.activation)
 

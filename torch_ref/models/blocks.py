@@ -58,10 +58,8 @@ class Blocks(nn.ModuleList):
         """
         caches = []
         for i, block in enumerate(cast(Iterable[_Block], self)):
-            own = options | (each[i] if each else {})
-            # 0 is the key of the embedding.
-            own["dropout_key"] = fold_in(key, 1 + i)
-            own["positions"] = None if block.att.rope is None else positions
+            further = each[i] if each else {}
+            own = block_options(block, i, key, positions, options | further)
             if cache is not None:
                 ran = block.attend(x, cache=cache[i], **own)
                 x = ran.output
@@ -96,6 +94,21 @@ class Blocks(nn.ModuleList):
         """Return the keys and values of an encoder's output, for each cross block."""
         blocks = cast(Iterable[CrossBlock], self)
         return tuple(block.cross.keep(encoded, lengths) for block in blocks)
+
+
+def block_options(
+    block: _Block,
+    layer: int,
+    key: Tensor | None,
+    positions: ArrayLike | None,
+    options: dict[str, Any],
+) -> dict[str, Any]:
+    """Return the options of the block of a layer: those of all, a dropout key, and positions."""
+    # 0 is the key of the embedding.
+    dropout_key = fold_in(key, 1 + layer)
+    # Without rotary positions they are in the embedding, or in the scores.
+    rotated = None if block.att.rope is None else positions
+    return {**options, "dropout_key": dropout_key, "positions": rotated}
 
 
 def empty_cache(block: _Block, b: int | None, capacity: int, dtype: torch.dtype | None) -> Cache:

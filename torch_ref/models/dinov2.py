@@ -38,9 +38,10 @@ class DINOv2(ImageEncoder[DINOv2Config]):
     def create_embeddings(self) -> None:
         """Set the patches, the class token, the table of positions and the mask token."""
         super().create_embeddings()
-        self.mask_token = (
-            nn.Parameter(torch.zeros(self.config.d_model)) if self.config.mask_token else None
-        )
+        config = self.config
+        token = torch.zeros(config.d_model)
+        # Only a model that is trained on masked patches has one.
+        self.mask_token = nn.Parameter(token) if config.mask_token else None
 
     def feed_forward(self, **options: Any) -> FeedForward | GatedFeedForward:
         """Return the feed-forward part of a layer: SwiGLU with biases if the config asks for it."""
@@ -65,18 +66,22 @@ class DINOv2(ImageEncoder[DINOv2Config]):
                 "masked patches need a mask token; got mask_token=False. Construct the model"
                 " with one"
             )
-        return torch.where(torch.as_tensor(masked, device=x.device)[..., None], self.mask_token, x)
+        hidden = torch.as_tensor(masked, device=x.device)[..., None]
+        return torch.where(hidden, self.mask_token, x)
 
     def positions(self, height: int, width: int) -> Float[Tensor, "t d"]:
         """Return the vectors of the positions for this image size, the class token first."""
-        table, config = self.pos_emb.weight, self.config
+        config = self.config
+        table = self.pos_emb.weight
         # The size it was trained at: nothing is resized, and nothing rounded.
         if (height, width) == config.image_size:
             return table
+        rows, columns = config.patch_size
         # The class token has no place in the image, and keeps its position.
         grid = rearrange(table[1:], "(i j) d -> i j d", i=config.grid[0])
-        grid = resize_bicubic(grid, height // config.patch_size[0], width // config.patch_size[1])
-        return torch.cat([table[:1], rearrange(grid, "i j d -> (i j) d")])
+        grid = resize_bicubic(grid, height // rows, width // columns)
+        resized = rearrange(grid, "i j d -> (i j) d")
+        return torch.cat([table[:1], resized])
 
 
 class DINOv2Classifier(DINOv2):
@@ -99,6 +104,6 @@ class DINOv2Classifier(DINOv2):
 
     def predict(self, hidden: Tokens) -> Tensor:
         """Return the logits of the labels."""
-        return self.classifier(
-            torch.cat([hidden[..., 0, :], hidden[..., 1:, :].mean(dim=-2)], dim=-1)
-        )
+        first = hidden[..., 0, :]
+        mean = hidden[..., 1:, :].mean(dim=-2)
+        return self.classifier(torch.cat([first, mean], dim=-1))

@@ -100,7 +100,8 @@ class EncoderDecoder(TypedModule, Generic[C]):
         remat: bool = False,
     ):
         super().__init__()
-        self.config, self.remat = config, remat
+        self.config = config
+        self.remat = remat
         self.create_embeddings()
         self.enc_blocks = Blocks(self.encoder_block(i, backend) for i in range(config.num_layers))
         self.enc_norm = self.norm()
@@ -190,8 +191,7 @@ class EncoderDecoder(TypedModule, Generic[C]):
 
         The arguments are those of `decode`.
         """
-        options: DecodeOptions = {"lengths": lengths, "dropout_key": dropout_key}
-        decoded = self.decode(tokens, kept, cache=cache, **options)
+        decoded = self.decode(tokens, kept, cache=cache, lengths=lengths, dropout_key=dropout_key)
         return replace(decoded, output=self.logits(decoded.output))
 
     def hidden(
@@ -262,9 +262,8 @@ class EncoderDecoder(TypedModule, Generic[C]):
             dropout_key: key of the dropout in train mode; None draws keys from torch's generator.
         """
         encoded = self.encode(inputs, lengths=lengths, dropout_key=dropout_key)
-        return self.logits(
-            self.hidden(tokens, self.keep(encoded, lengths), dropout_key=dropout_key)
-        )
+        kept = self.keep(encoded, lengths)
+        return self.logits(self.hidden(tokens, kept, dropout_key=dropout_key))
 
     def init_cache(self, b: int | None, capacity: int, dtype: torch.dtype | None = None) -> Caches:
         """Return an empty cache for `b` sequences of up to `capacity` tokens of the decoder."""

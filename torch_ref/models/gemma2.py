@@ -39,12 +39,16 @@ class Gemma2(Gemma[C]):
 
     def block_norms(self) -> dict[str, Any]:
         """Return the norms of a block, before and after both of its parts."""
-        return {name: self.norm() for name in ("norm1", "norm2", "post_norm1", "post_norm2")}
+        names = "norm1", "norm2", "post_norm1", "post_norm2"
+        return {name: self.norm() for name in names}
 
     def logits(self, hidden: Float[Tensor, "*b d"]) -> Float[Tensor, "*b vocab"]:
         """Return the logits of what `hidden` returned, capped in at least float32."""
-        found, cap = super().logits(hidden), self.config.logit_cap
+        cap = self.config.logit_cap
+        found = super().logits(hidden)
         # Gemma 3, which extends this family, has no caps.
         if cap is None:
             return found
-        return (cap * torch.tanh(found.to(accumulation_dtype(found.dtype)) / cap)).to(found.dtype)
+        wide = found.to(accumulation_dtype(found.dtype))
+        capped = cap * torch.tanh(wide / cap)
+        return capped.to(found.dtype)

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from attn_spec.checks import check_positive
-from attn_spec.generation_checks import check_no_start, check_prompt
+from attn_spec.generation_checks import check_no_start, check_prompts
 from attn_spec.longrope import LongRoPEScaling
-from attn_spec.prompts import Prompts, StopTokens, as_prompts, as_stop_tokens
+from attn_spec.prompts import Prompts, StopTokens, as_prompts, as_start, as_stop_tokens
 from attn_spec.sampling import Sampling
 from torch_ref.functional.dropout import key_data
 from torch_ref.functional.outputs import Outputs
@@ -115,12 +115,13 @@ def generate(
         >>> [len(row) for row in generate(model, [[1, 2, 3], [4]], max_new_tokens=5)]
         [5, 5]
     """
-    sampling, training = Sampling(temperature, top_k, top_p), model.training
+    sampling = Sampling(temperature, top_k, top_p)
     seed = _seed(key, sampling)
     check_positive(max_new_tokens=max_new_tokens)
     if capacity is not None:
         check_positive(capacity=capacity)
     stops = as_stop_tokens(stop_tokens)
+    training = model.training
     model.eval()
     try:
         if isinstance(model, EncoderDecoder):
@@ -158,13 +159,14 @@ def _steps(
     rows = [[] for _ in hidden]
     for step in range(max_new_tokens):
         token = choose(model.logits(hidden), step)
-        for b, row in enumerate(rows):
+        tokens = token.tolist()
+        for i, row in enumerate(rows):
             # A row that has stopped is computed on, and what it makes is dropped.
             if row and row[-1] in stops:
                 continue
-            row.append(int(token[b]))
+            row.append(tokens[i])
             if callback:
-                callback(b, row[-1])
+                callback(i, tokens[i])
         # The last token is not computed on: nothing follows it.
         if step + 1 == max_new_tokens or all(row[-1] in stops for row in rows):
             break
@@ -178,7 +180,12 @@ def _begin(
     model: LanguageModel, tokens: Prompts, max_new_tokens: int, capacity: int | None
 ) -> _Begun:
     prompts, single = as_prompts(tokens)
-    _check_prompts(model, prompts, max_new_tokens, capacity)
+    config = model.config
+    limit = config.context_length
+    # Where all layers have a window, their caches are rings, which no sequence fills.
+    full = any(block.att.window is None for block in model.trf_blocks)
+    asked = capacity if full else None
+    check_prompts(prompts, config.vocab_size, limit, max_new_tokens, asked)
     capacity = capacity or max(map(len, prompts)) + max_new_tokens
     # Some rotations change with the length: then all tokens are read again.
     rereads = _rereads(model, prompts, max_new_tokens)
@@ -226,12 +233,13 @@ def _begin_answer(
     capacity: int | None,
 ) -> _Begun:
     config = model.config
-    begin = _start(model, start)
-    limits = config.context_length or sys.maxsize, max_new_tokens, capacity
-    check_prompt(0, len(begin), _ends(begin), config.vocab_size, *limits)
+    # The decoder begins with a token of the config where none is given.
+    begin = as_start([config.start_token] if start is None else start)
+    limit = config.context_length or sys.maxsize
+    check_prompts([begin], config.vocab_size, limit, max_new_tokens, capacity)
     # Features, as of sound, are all real: lengths are those of tokens.
     lengths = None
-    if isinstance(inputs, np.ndarray | Tensor) and torch.as_tensor(inputs).is_floating_point():
+    if _is_floating(inputs):
         padded = torch.as_tensor(inputs)
         single = padded.ndim == 2
         if single:
@@ -239,8 +247,7 @@ def _begin_answer(
     else:
         prompts, single = as_prompts(inputs)
         # An encoder has no cache that a long input could fill.
-        for i, prompt in enumerate(prompts):
-            check_prompt(i, len(prompt), _ends(prompt), config.vocab_size, sys.maxsize, 0, None)
+        check_prompts(prompts, config.vocab_size, sys.maxsize, 0, None)
         padded, lengths = _pad(prompts)
     b = len(padded)
     encoded = model.encode(padded, lengths=lengths)
@@ -252,20 +259,11 @@ def _begin_answer(
     return _Begun(decoded.output[:, -1], decoded.cache, run, single)
 
 
-def _ends(tokens: np.ndarray) -> tuple[int, int] | None:
-    """Return the least and the largest token, which are checked against the vocabulary."""
-    return (int(tokens.min()), int(tokens.max())) if len(tokens) else None
-
-
-def _start(model: EncoderDecoder, start: Sequence[int] | None) -> np.ndarray:
-    # The decoder begins with a token of the config where none is given.
-    prompts, single = as_prompts([model.config.start_token] if start is None else start)
-    if not single:
-        raise ValueError(
-            "start is one list of tokens, with which the decoder begins in each row; got"
-            f" {start!r}. Pass the tokens of one row"
-        )
-    return prompts[0].astype(np.int64)
+def _is_floating(inputs: Any) -> bool:
+    # Lists hold tokens.
+    if not isinstance(inputs, np.ndarray | Tensor):
+        return False
+    return torch.as_tensor(inputs).is_floating_point()
 
 
 def _pad(prompts: Sequence[np.ndarray]) -> tuple[Tensor, Tensor]:
@@ -273,17 +271,6 @@ def _pad(prompts: Sequence[np.ndarray]) -> tuple[Tensor, Tensor]:
         [torch.as_tensor(prompt) for prompt in prompts], batch_first=True
     )
     return padded, torch.tensor([len(prompt) for prompt in prompts])
-
-
-def _check_prompts(
-    model: LanguageModel, prompts: list[np.ndarray], max_new_tokens: int, capacity: int | None
-) -> None:
-    config = model.config
-    # Where all layers have a window, their caches are rings, which no sequence fills.
-    full = any(block.att.window is None for block in model.trf_blocks)
-    limits = config.context_length, max_new_tokens, capacity if full else None
-    for i, prompt in enumerate(prompts):
-        check_prompt(i, len(prompt), _ends(prompt), config.vocab_size, *limits)
 
 
 def _empty_cache(model: LanguageModel, b: int, capacity: int) -> ModelCache:

@@ -43,7 +43,9 @@ class ImageEncoder(Encoder[C]):
         config = self.config
         self.patches = Patches(config.d_model, config.channels, *config.patch_size)
         self.cls_token = nn.Parameter(0.02 * torch.randn(config.d_model))
-        self.pos_emb = Embedding(1 + config.grid[0] * config.grid[1], config.d_model)
+        rows, columns = config.grid
+        # The class token has a position as well, the first.
+        self.pos_emb = Embedding(1 + rows * columns, config.d_model)
         self.drop_emb = Dropout(config.dropout)
 
     def create_head(self) -> None:
@@ -59,7 +61,8 @@ class ImageEncoder(Encoder[C]):
 
     def attention(self, **options: Any) -> MultiHeadAttention:
         """Return the attention of a layer; `options` are arguments of `MultiHeadAttention`."""
-        config, d = self.config, self.config.d_model
+        config = self.config
+        d = config.d_model
         biases = {"qkv_bias": config.qkv_bias, "causal": False}
         return MultiHeadAttention(
             d, d, None, config.attention_dropout, config.num_heads, **biases, **options
@@ -91,8 +94,12 @@ class ImageEncoder(Encoder[C]):
     def hidden(self, images: Images, *, dropout_key: Tensor | None = None, **inputs: Any) -> Tokens:
         """Return the vectors of the class token and all patches; takes the arguments of a call."""
         x = self.tokens(images, **inputs)
+        # The table of positions begins with that of the class token.
         first = self.cls_token.expand(*x.shape[:-2], 1, -1)
-        x = torch.cat([first, x], dim=-2) + self.positions(*images.shape[-2:])
+        x = torch.cat([first, x], dim=-2)
+        height, width = images.shape[-2:]
+        x = x + self.positions(height, width)
+        # 0 is the key of the embedding.
         x = self.drop_emb(x, dropout_key=fold_in(dropout_key, 0))
         return self.run(x, dropout_key=dropout_key)
 

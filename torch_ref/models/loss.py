@@ -62,7 +62,8 @@ def next_token_loss(
     # Before the model runs: a float that is rounded down would be another token.
     check_ids(dtype_name(tokens.dtype))
     tokens = clipped(tokens, model.config.vocab_size)
-    options = {"lengths": lengths, "dropout_key": dropout_key, **_packed(segments, shape)}
+    options = _packed(segments, shape)
+    options |= {"lengths": lengths, "dropout_key": dropout_key}
     logits = model(tokens, **options)
     counted = _targets(tokens, lengths, segments)
     logits = rearrange(logits.to(accumulation_dtype(logits.dtype)), "... t v -> (... t) v")
@@ -80,9 +81,10 @@ def _packed(segments: ArrayLike | None, tokens: tuple[int, ...]) -> dict:
     if segments is None:
         return {}
     positions = segment_positions(segments)
-    if tuple(positions.shape) not in (tokens, tokens[-1:]):
+    of_one_row = tokens[-1:]
+    if tuple(positions.shape) not in (tokens, of_one_row):
         raise ValueError(
-            f"segments must have one id a token, shape {tokens} or {tokens[-1:]}; got shape"
+            f"segments must have one id a token, shape {tokens} or {of_one_row}; got shape"
             f" {tuple(positions.shape)}. Pack them as the tokens are"
         )
     return {"mask": Mask.segments(segments), "positions": positions}
@@ -93,6 +95,7 @@ def _targets(
 ) -> Bool[Tensor, "*b t"]:
     """Return which tokens are followed by a target."""
     *batch, t = tokens.shape
+    # A sequence is a batch of one.
     b = batch[0] if batch else 1
     real = real_tokens(b, t, lengths, tokens.device)
     real = real.reshape(tokens.shape)

@@ -54,8 +54,10 @@ def _linear_layers(model: nn.Module) -> list[tuple[nn.Module, str, Linear]]:
     """Return each linear layer, with the module that holds it and its name there."""
     found = []
     for parent in model.modules():
+        # Latent attention absorbs this matrix, and reads its numbers.
         kept = ("W_key_value",) if isinstance(parent, MultiHeadLatentAttention) else ()
         for name, part in parent.named_children():
+            # A subclass computes something else.
             if type(part) is Linear and name not in kept:
                 found.append((parent, name, part))
     return found

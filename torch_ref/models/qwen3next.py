@@ -56,8 +56,9 @@ class Qwen3Next(Qwen3Moe):
         if not isinstance(mixture, MixtureOfExperts):
             return mixture
         # One more expert, which computes every token, behind a gate of its own.
-        d, hidden = self.config.d_model, self.config.d_shared
-        shared = GatedFeedForward(d, hidden, self.config.activation, **options)
+        config = self.config
+        d = config.d_model
+        shared = GatedFeedForward(d, config.d_shared, config.activation, **options)
         gate = Linear(d, 1, False, **options)
         return MixtureOfExperts(mixture.router, mixture.experts, shared, gate)
 

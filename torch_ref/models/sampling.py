@@ -18,25 +18,34 @@ def keep_most_likely(logits: Float[Tensor, "b v"], sampling: Sampling) -> Float[
         >>> keep_most_likely(torch.log(torch.tensor([[0.5, 0.3, 0.2]])), Sampling(1.0, top_p=0.6))
         tensor([[ 0.0000, -0.5108,    -inf]])
     """
+    logits = _scaled(logits, sampling.temperature)
+    top_k, top_p = sampling.top_k, sampling.top_p
+    if top_k is not None and top_k < logits.shape[-1]:
+        largest = logits.topk(top_k).values
+        logits = _from(logits, largest[:, -1:])
+    # Chances are those among the words that top-k leaves.
+    if top_p is not None:
+        least = _least_inside(logits, top_p)
+        logits = _from(logits, least)
+    return logits
+
+
+def _scaled(logits: Tensor, temperature: float) -> Tensor:
+    """Return `(logits - largest) / temperature`, in at least float32."""
     logits = logits.to(accumulation_dtype(logits.dtype))
     # Only differences count, and those of the likely words stay exact.
     largest = logits.amax(dim=-1, keepdim=True)
+    # Infinity less itself is no number.
     finite = torch.where(largest.isfinite(), largest, 0)
     # Divided first, several could be infinite, and the most likely would be lost among them.
-    logits = (logits - finite) / sampling.temperature
-    if sampling.top_k is not None and sampling.top_k < logits.shape[-1]:
-        largest = logits.topk(sampling.top_k).values
-        logits = _from(logits, largest[:, -1:])
-    if sampling.top_p is not None:
-        logits = _from(logits, _least_inside(logits, sampling.top_p))
-    return logits
+    return (logits - finite) / temperature
 
 
 def _least_inside(logits: Tensor, top_p: float) -> Tensor:
     """Return the least logit of each row whose more likely ones have a chance below `top_p`."""
     ordered = logits.sort(dim=-1, descending=True).values
-    # The most likely first: what stands before a word has at least its chance.
     chances = ordered.softmax(dim=-1)
+    # The most likely first: what stands before a word has at least its chance.
     before = chances.cumsum(dim=-1) - chances
     inside = before < top_p
     # The first always, as a `top_p` below the numbers of float32 is 0.
@@ -73,12 +82,11 @@ def sample(
 def _bits(shape: tuple[int, ...], key: Tensor, step: Tensor | int) -> Tensor:
     """Return random bits that depend on the key, the step, the row and the word alone."""
     b, v = shape
-    rows = torch.arange(b)
-    words = torch.arange(v)
-    step = torch.as_tensor(step)
+    rows = torch.arange(b)[:, None]
+    words = torch.arange(v)[None]
     # Each row has a key of its own, so that a row does not depend on the others.
-    own = threefry_2x32((key[0], key[1]), (step, rows[:, None]))
-    bits, _ = threefry_2x32(own, (words[None], torch.tensor(0)))
+    row_keys = threefry_2x32((key[0], key[1]), (torch.as_tensor(step), rows))
+    bits, _ = threefry_2x32(row_keys, (words, torch.tensor(0)))
     return bits
 
 

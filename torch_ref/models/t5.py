@@ -1,5 +1,6 @@
 """T5: an encoder-decoder with relative positions."""
 
+from functools import partial
 from typing import Any
 
 from jaxtyping import Float, Integer
@@ -49,26 +50,30 @@ class T5(EncoderDecoder[T5Config]):
         """Set the table of tokens, the dropout of its vectors, and the relative positions."""
         super().create_embeddings()
         sizes = self.config.num_buckets, self.config.num_heads
-        self.enc_bias, self.dec_bias = (Embedding(*sizes) for _ in range(2))
-        self.drop_emb = Dropout(self.config.dropout)
+        # Each head has a bias of its own.
+        self.enc_bias = Embedding(*sizes)
+        self.dec_bias = Embedding(*sizes)
+        self.drop_emb = self.drop()
 
     def encoder_block(self, layer: int, backend: str) -> TransformerBlock:
         """Return a block of the encoder."""
         attention = self.attention(causal=False, backend=backend)
-        return TransformerBlock(
-            attention, self.feed_forward(), self.norm(), self.norm(), drop_shortcut=self.drop()
-        )
+        norms = self.norm(), self.norm()
+        feed_forward = self.feed_forward()
+        dropout = self.drop()
+        return TransformerBlock(attention, feed_forward, *norms, drop_shortcut=dropout)
 
     def decoder_block(self, layer: int, backend: str) -> CrossBlock:
         """Return a block of the decoder."""
         config = self.config
-        attention = self.attention(backend=backend)
         d = config.d_model
+        attention = self.attention(backend=backend)
         options = {**_head_options(config), "backend": backend}
         cross = CrossAttention(d, d, config.dropout, config.num_heads, **options)
         norms = [self.norm() for _ in range(3)]
         feed_forward = self.feed_forward()
-        return CrossBlock(attention, cross, feed_forward, *norms, drop_shortcut=self.drop())
+        dropout = self.drop()
+        return CrossBlock(attention, cross, feed_forward, *norms, drop_shortcut=dropout)
 
     def attention(self, **options: Any) -> MultiHeadAttention:
         """Return the self-attention of a layer: its scores are not scaled."""
@@ -96,12 +101,18 @@ class T5(EncoderDecoder[T5Config]):
 
         Kernels keep the variance of their input; those of queries give scores of unit variance.
         """
+        config = self.config
         for name, module in self.named_modules():
-            if isinstance(module, nn.Linear | nn.Embedding):
-                std = 1.0 if name == "tok_emb" else self.config.d_model**-0.5
-                std = module.in_features**-0.5 if isinstance(module, nn.Linear) else std
-                std *= self.config.head_dim**-0.5 if name.endswith("W_query") else 1.0
-                nn.init.normal_(module.weight, std=std)
+            # Norms keep 1, and the linear layers have no biases.
+            if not isinstance(module, nn.Linear | nn.Embedding):
+                continue
+            if isinstance(module, nn.Linear):
+                std = module.in_features**-0.5
+            else:
+                std = 1.0 if name == "tok_emb" else config.d_model**-0.5
+            if name.endswith("W_query"):
+                std *= config.head_dim**-0.5
+            nn.init.normal_(module.weight, std=std)
 
     def embed_inputs(self, inputs: Integer[Tensor, "*b s"], dropout_key: Tensor | None) -> Tokens:
         """Return the vectors of the encoder's tokens, dropped in train mode."""
@@ -115,16 +126,16 @@ class T5(EncoderDecoder[T5Config]):
 
     def biases(self) -> tuple[Bias, Bias]:
         """Return the bias of the encoder, in both directions, and that of the decoder."""
-        tables, distance = (self.enc_bias.weight, self.dec_bias.weight), self.config.max_distance
-
-        def both(query: Tensor, key: Tensor) -> Tensor:
-            return t5_bias(tables[0], query, key, max_distance=distance)
-
-        def backwards(query: Tensor, key: Tensor) -> Tensor:
-            return t5_bias(tables[1], query, key, bidirectional=False, max_distance=distance)
-
-        return both, backwards
+        # One table serves all layers of a stack.
+        both = partial(t5_bias, self.enc_bias.weight)
+        backwards = partial(t5_bias, self.dec_bias.weight, bidirectional=False)
+        distance = {"max_distance": self.config.max_distance}
+        return partial(both, **distance), partial(backwards, **distance)
 
     def logits(self, hidden: Float[Tensor, "*b d"]) -> Float[Tensor, "*b vocab"]:
         """Return the logits of what `hidden` returned."""
-        return super().logits(hidden * self.config.d_model**-0.5 if self.config.scaled else hidden)
+        config = self.config
+        # The first T5 has one matrix for table and head; this keeps the size of its logits.
+        if config.scaled:
+            hidden = hidden * config.d_model**-0.5
+        return super().logits(hidden)

@@ -46,38 +46,45 @@ class Whisper(EncoderDecoder[WhisperConfig]):
     def create_embeddings(self) -> None:
         """Set the convolutions, the tables of tokens and positions, and the dropout of sums."""
         config = self.config
+        d = config.d_model
         super().create_embeddings()
-        self.conv1 = Convolution(config.num_mel, config.d_model, 3)
-        self.conv2 = Convolution(config.d_model, config.d_model, 3, 2)
-        self.enc_pos = Embedding(config.num_positions, config.d_model)
-        self.pos_emb = Embedding(config.context_length, config.d_model)
-        self.drop_emb = Dropout(config.dropout)
+        # The second halves the number of frames: two of them are one position.
+        self.conv1 = Convolution(config.num_mel, d, 3)
+        self.conv2 = Convolution(d, d, 3, 2)
+        self.enc_pos = Embedding(config.num_positions, d)
+        self.pos_emb = Embedding(config.context_length, d)
+        self.drop_emb = self.drop()
 
     def encoder_block(self, layer: int, backend: str) -> TransformerBlock:
         """Return a block of the encoder."""
         config = self.config
         attention = self.attention(config.num_heads, causal=False, backend=backend)
-        feed_forward, norms = self.feed_forward(config.d_hidden), (self.norm() for _ in range(2))
-        return TransformerBlock(
-            attention, feed_forward, *norms, drop_shortcut=Dropout(config.dropout)
-        )
+        feed_forward = self.feed_forward(config.d_hidden)
+        norms = self.norm(), self.norm()
+        dropout = self.drop()
+        return TransformerBlock(attention, feed_forward, *norms, drop_shortcut=dropout)
 
     def decoder_block(self, layer: int, backend: str) -> CrossBlock:
         """Return a block of the decoder."""
         config = self.config
-        d, rate, heads = config.d_model, config.attention_dropout, config.num_decoder_heads
+        d = config.d_model
+        rate = config.attention_dropout
+        heads = config.num_decoder_heads
         attention = self.attention(heads, backend=backend)
         # Keys have no bias here either, as `CrossAttention` has none by default.
         cross = CrossAttention(d, d, rate, heads, qkv_bias=True, backend=backend)
         norms = [self.norm() for _ in range(3)]
         feed_forward = self.feed_forward(config.d_decoder_hidden)
-        dropout = Dropout(config.dropout)
+        dropout = self.drop()
         return CrossBlock(attention, cross, feed_forward, *norms, drop_shortcut=dropout)
 
     def attention(self, num_heads: int, *, backend: str, causal: bool = True) -> MultiHeadAttention:
         """Return the self-attention of a layer; a bias of keys would not change the softmax."""
-        d, rate = self.config.d_model, self.config.attention_dropout
-        length = self.config.context_length if causal else None
+        config = self.config
+        d = config.d_model
+        rate = config.attention_dropout
+        # The positions of the encoder are a table, which has its own length.
+        length = config.context_length if causal else None
         options = {"qkv_bias": True, "causal": causal, "backend": backend}
         attention = MultiHeadAttention(d, d, length, rate, num_heads, **options)
         # A bias on keys adds the same to all scores of a query: Whisper has none.
@@ -92,6 +99,10 @@ class Whisper(EncoderDecoder[WhisperConfig]):
         """Return a norm."""
         return LayerNorm(self.config.d_model)
 
+    def drop(self) -> Dropout:
+        """Return the dropout of the embeddings, and of what the layers of a block add."""
+        return Dropout(self.config.dropout)
+
     def initialise(self) -> None:
         """Draw the parameters; the encoder's positions are sinusoids."""
         super().initialise()
@@ -102,8 +113,9 @@ class Whisper(EncoderDecoder[WhisperConfig]):
         self, inputs: Float[Tensor, "*b mel frames"], dropout_key: Tensor | None
     ) -> Tokens:
         """Return the vectors of sound, half as many as there are frames."""
+        config = self.config
         # The encoder's positions are a table: sound of another length has none.
-        check_features(tuple(inputs.shape), self.config.num_mel, 2 * self.config.num_positions)
+        check_features(tuple(inputs.shape), config.num_mel, 2 * config.num_positions)
         x = rearrange(inputs, "... mel frames -> ... frames mel")
         x = gelu(self.conv2(gelu(self.conv1(x)))) + self.enc_pos.weight
         return self.drop_emb(x, dropout_key=dropout_key)
@@ -127,5 +139,7 @@ def sinusoids(num_positions: int, width: int) -> np.ndarray:
         [[0.0, 0.0, 1.0, 1.0], [0.84, 0.0, 0.54, 1.0]]
     """
     half = width // 2
-    angles = np.outer(np.arange(num_positions), 10000.0 ** (-np.arange(half) / max(half - 1, 1)))
+    # The slowest angle turns 10,000 times slower than the first.
+    exponents = -np.arange(half) / max(half - 1, 1)
+    angles = np.outer(np.arange(num_positions), 10000.0**exponents)
     return np.concatenate([np.sin(angles), np.cos(angles)], axis=1)

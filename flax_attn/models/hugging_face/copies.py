@@ -29,17 +29,21 @@ def check_copies(
         ConversionError: if a copy differs.
     """
     own = {entry.ours: entry.theirs for entry in entries}
+    # What is an entry is a weight of its own, and no copy: a head that is not tied.
+    spare = stored.keys() - set(own.values())
     for copy, parameter in family.copies.items():
         original = own.get((parameter,))
-        names = [name for name in stored if name == copy or name.endswith(f".{copy}")]
-        for name in names:
-            if original is None or name in own.values() or _equal(stored[name], stored[original]):
-                continue
-            raise ConversionError(
-                f"{weights} holds {name} beside {original}, which config.json says are one weight, "
-                "and their values differ. Set tie_word_embeddings to false in config.json, "
-                "or remove one of them"
-            )
+        if original is None:
+            continue
+        # A model inside another module has a prefix.
+        names = [name for name in spare if f".{name}".endswith(f".{copy}")]
+        for name in sorted(names):
+            if not _equal(stored[name], stored[original]):
+                raise ConversionError(
+                    f"{weights} holds {name} beside {original}, which config.json says are one"
+                    " weight, and their values differ. Set tie_word_embeddings to false in"
+                    " config.json, or remove one of them"
+                )
 
 
 def _equal(copy: Stored, original: Stored) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +36,14 @@ def check_counts(config: Any, family: Family, names: Collection[str], weights: P
     """
     for field, pattern in _patterns(family).items():
         wanted = getattr(config, field, 0)
-        numbers = {int(number) for name in names for number in pattern.findall(name)}
-        missing = [number for number in range(wanted) if number not in numbers]
+        found = chain.from_iterable(pattern.findall(name) for name in names)
+        numbers = set(map(int, found))
         # Experts may be stored in one weight, whose shape has their number.
-        if missing and (numbers or field != "num_experts"):
+        if field == "num_experts" and not numbers:
+            continue
+        missing = sorted(set(range(wanted)) - numbers)
+        if missing:
+            # All of them could be a hundred.
             first = ", ".join(map(str, missing[:3]))
             more = " and more" if len(missing) > 3 else ""
             raise ConversionError(
@@ -54,20 +59,24 @@ def _patterns(family: Family) -> dict[str, re.Pattern[str]]:
     for layout in (family.layout, *family.others):
         for field, before in _numbered(layout, family.base):
             found.setdefault(field, set()).add(re.escape(before))
-    patterns = {}
-    for field, parts in found.items():
-        before = "|".join(sorted(parts))
-        # A name may have any prefix; a number longer than nine digits counts no layer.
-        patterns[field] = re.compile(rf"(?:^|\.)(?:{before})(\d{{1,9}})(?=\.)")
-    return patterns
+    return {field: _number_behind(parts) for field, parts in found.items()}
+
+
+def _number_behind(parts: set[str]) -> re.Pattern[str]:
+    before = "|".join(sorted(parts))
+    # A name may have any prefix; a number longer than nine digits counts no layer.
+    return re.compile(rf"(?:^|\.)(?:{before})(\d{{1,9}})(?=\.)")
 
 
 def _numbered(layout: Layout, base: str) -> Iterable[tuple[str, str]]:
     """Yield the fields that count the parts of a layout, each with what stands before a number."""
     for rule in layout.rules:
-        stack = _STACKS.get(rule.ours[0].partition(".")[0])
+        own, _, _ = rule.ours[0].partition(".")
         before, _, behind = rule.theirs.removeprefix(base).partition("{i}.")
-        if stack and behind:
-            yield stack, before
-        if "*" in behind:
-            yield "num_experts", behind.partition("*")[0]
+        # Some rules are not of layers.
+        if own in _STACKS and behind:
+            yield _STACKS[own], before
+        # A star stands for the number of an expert.
+        before_star, star, _ = behind.partition("*")
+        if star:
+            yield "num_experts", before_star

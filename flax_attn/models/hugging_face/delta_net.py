@@ -15,7 +15,8 @@ def delta_net(name: str) -> tuple[Rule, ...]:
         >>> delta_net("model.layers.{i}.linear_attn")[0].theirs
         'model.layers.{i}.linear_attn.in_proj_qkvz.weight'
     """
-    recurrent = f"{_ATT}.rate.A_log"  # softmax layers have some of the same names
+    # Softmax layers have some of the same names, and no rate.
+    recurrent = f"{_ATT}.rate.A_log"
 
     def by_key_head(theirs: str, *ours: str) -> Rule:
         """Return a rule of fused weights: each key head's rows, then those of its value heads."""
@@ -26,6 +27,7 @@ def delta_net(name: str) -> tuple[Rule, ...]:
     return (
         by_key_head(f"{name}.in_proj_qkvz.weight", "W_query", "W_key", "W_value", "W_gate"),
         by_key_head(f"{name}.in_proj_ba.weight", "W_beta", "W_decay"),
+        # One convolution of the features of all three, each feature by itself.
         Rule(
             _kernels("conv_query", "conv_key", "conv_value"),
             f"{name}.conv1d.weight",

@@ -58,17 +58,22 @@ def _fit(weight: Stored, scales: Stored, block: tuple[int, int]) -> bool:
 
 
 def _read(weight: Stored, scales: Stored, block: tuple[int, int], dtype: Dtype) -> np.ndarray:
-    numbers = np.empty(weight.shape, dtype)
-    columns = weight.shape[1]
-    width = min(block[1], columns)
-    # A lookup is faster than a conversion of each number.
-    codes = np.arange(256, dtype=np.uint8)
-    values = codes.view(jnp.float8_e4m3fn).astype(np.float32)
+    _, columns = weight.shape
+    height, width = block
+    # A block may be wider than the weight is.
+    width = min(width, columns)
+    values = _byte_values()
     packed = weight.read().view(np.uint8)
-    factors = scales.read().astype(np.float32)
-    for i, row in enumerate(factors):
-        part = slice(i * block[0], (i + 1) * block[0])
+    numbers = np.empty(weight.shape, dtype)
+    for i, factors in enumerate(scales.read().astype(np.float32)):
+        part = slice(i * height, (i + 1) * height)
         # The last block of a row may be smaller.
-        scale = np.repeat(row, width)[:columns]
+        scale = np.repeat(factors, width)[:columns]
         numbers[part] = values[packed[part]] * scale
     return numbers
+
+
+def _byte_values() -> np.ndarray:
+    """Return the number of each byte: a lookup is faster than a conversion of each number."""
+    codes = np.arange(256, dtype=np.uint8)
+    return codes.view(jnp.float8_e4m3fn).astype(np.float32)

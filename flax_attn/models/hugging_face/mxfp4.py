@@ -66,27 +66,34 @@ def _joined(blocks: Stored, scales: Stored) -> Stored:
 def _read(blocks: Stored, scales: Stored) -> np.ndarray:
     e, o, groups, _ = blocks.shape
     table = _table()
-    numbers = np.empty((e, o, groups * 2 * _BYTES), jnp.bfloat16)
+    size = 2 * _BYTES * groups
+    numbers = np.empty((e, o, size), jnp.bfloat16)
     # An expert at a time: the pairs of all would need as much memory again.
-    for out, packed, exponents in zip(numbers, blocks.read(), scales.read(), strict=True):
-        rows = exponents[..., None].astype(np.intp)
-        pairs = table[rows * 256 + packed]
-        out[...] = pairs.view(jnp.bfloat16).reshape(o, -1)
+    experts = zip(numbers, blocks.read(), scales.read(), strict=True)
+    for expert, packed, exponents in experts:
+        first = 256 * exponents[..., None].astype(np.intp)
+        pairs = table[first + packed]
+        expert[...] = pairs.view(jnp.bfloat16).reshape(o, size)
     return numbers.swapaxes(1, 2)
 
 
 @cache
 def _table() -> np.ndarray:
     """Return the two numbers of each byte under each scale as one integer, for one lookup."""
+    exponents = np.arange(255.0) - 127
+    # The last one stands for no number.
+    scales = np.append(np.exp2(exponents), np.nan).astype(np.float32)
+    # Of the largest scales some numbers are infinite in bfloat16.
+    with np.errstate(over="ignore"):
+        scaled = scales[:, None, None] * _byte_values()
+        pairs = scaled.astype(jnp.bfloat16)
+    return pairs.view(np.uint32).reshape(-1)
+
+
+def _byte_values() -> np.ndarray:
+    """Return the two numbers of each byte, that of the lower four bits first."""
     positive = np.array(_MAGNITUDES, np.float32)
     values = np.concatenate([positive, -positive])
     byte = np.arange(256)
-    low = values[byte & 15]
-    high = values[byte >> 4]
-    numbers = np.stack([low, high], axis=-1)
-    # The last exponent stands for no number.
-    scales = np.append(np.exp2(np.arange(255.0) - 127), np.nan).astype(np.float32)
-    with np.errstate(over="ignore"):
-        scaled = scales[:, None, None] * numbers
-        pairs = scaled.astype(jnp.bfloat16)
-    return pairs.view(np.uint32).reshape(-1)
+    low, high = byte & 15, byte >> 4
+    return np.stack([values[low], values[high]], axis=-1)

@@ -22,11 +22,13 @@ def named_apart(folder: Path, alone: bool) -> Iterator[str]:
     """
     prefix = f"{_SAVING}{token_hex(4)}-"
     everything = f"{_SAVING if alone else prefix}*"
-    _remove(folder, everything, len(prefix))
+    # All prefixes are as long as this one.
+    size = len(prefix)
+    _remove(folder, everything, size)
     try:
         yield prefix
     finally:
-        _remove(folder, everything, len(prefix))
+        _remove(folder, everything, size)
 
 
 def _remove(folder: Path, pattern: str, size: int) -> None:
@@ -40,7 +42,8 @@ def _remove(folder: Path, pattern: str, size: int) -> None:
 def replace_model(folder: Path, fields: str, prefix: str, weights: Path) -> None:
     """Make weights whose names have a prefix those of the folder, with this config."""
     named = {**json.loads(fields), "transformers_weights": weights.name}
-    _replace_config(folder, prefix, json.dumps(named))  # at once the folder holds the new model
+    # At once the folder holds the new model.
+    _replace_config(folder, prefix, json.dumps(named))
     for pattern in (
         "model.safetensors",
         "model.safetensors.index.json",
@@ -50,6 +53,7 @@ def replace_model(folder: Path, fields: str, prefix: str, weights: Path) -> None
             stale.unlink()
     for file in sorted(folder.glob(f"{prefix}*")):
         usual = folder / file.name.removeprefix(prefix)
+        # The index of the shards names them.
         if file.suffix == ".json":
             usual.write_text(file.read_text().replace(prefix, ""))
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import TypeGuard
 
 from flax import nnx
@@ -14,37 +15,38 @@ from flax_attn.modules.initialisation import fork
 
 def fork_streams(model: nnx.Module, rngs: nnx.Rngs | None) -> None:
     """Give each dropout its own stream, in the order of the layers."""
-    modules = [module for _, module in nnx.iter_modules(model)]
-    dropouts = [module for module in modules if _draws(module)]
     # Streams are made by programs that are compiled: none for a model without dropout.
-    if not dropouts:
+    if not _dropouts(model):
         return
     rngs = nnx.Rngs(0) if rngs is None else rngs
-    stack_of = {}
-    for module in modules:
+    stacked = _in_stacks(model)
+    for _, module in nnx.iter_modules(model):
+        # All layers of a stack draw before what stands behind it.
         if isinstance(module, Stack):
-            stack_of |= {id(dropout): module for dropout in _dropouts(module)}
-    done = []
-    for dropout in dropouts:
-        one = stack_of.get(id(dropout))
-        if one is None:
-            dropout.stream = nnx.data(fork(rngs.dropout))
-        # All layers of a stack draw where the first of them comes.
-        elif one not in done:
-            done.append(one)
-            _fork_stacked(one, rngs)
+            _fork_stacked(module, rngs)
+        elif _draws(module) and id(module) not in stacked:
+            module.stream = nnx.data(fork(rngs.dropout))
+
+
+def _in_stacks(model: nnx.Module) -> set[int]:
+    """Return the ids of the dropouts whose layers are stacked."""
+    found = set()
+    for _, module in nnx.iter_modules(model):
+        if isinstance(module, Stack):
+            found |= set(map(id, _dropouts(module)))
+    return found
 
 
 def _fork_stacked(one: Stack, rngs: nnx.Rngs) -> None:
-    dropouts = [_dropouts(block) for block in one.blocks]
-    forks = [[] for _ in dropouts]
+    streams: dict[int, list[nnx.RngStream]] = defaultdict(list)
     # Drawn in the order of the layers, which is the order without a stack.
-    for m, _ in one.layers:
-        forks[m].append([fork(rngs.dropout) for _ in dropouts[m]])
-    for own, of_layers in zip(dropouts, forks, strict=True):
-        for i, dropout in enumerate(own):
-            streams = [layer[i] for layer in of_layers]
-            dropout.stream = nnx.data(stack_modules(streams))
+    for block in one.of_layers:
+        for dropout in _dropouts(block):
+            of_layer = fork(rngs.dropout)
+            streams[id(dropout)].append(of_layer)
+    for dropout in _dropouts(one):
+        of_layers = streams[id(dropout)]
+        dropout.stream = nnx.data(stack_modules(of_layers))
 
 
 def _dropouts(model: nnx.Module) -> list[Dropout]:

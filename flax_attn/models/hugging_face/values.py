@@ -29,23 +29,24 @@ class Memory:
 
         An array that lies as JAX needs it is not copied: of a file, it is mapped.
         """
-        shape = variable.shape
-        if len(arrays) == 1 and _lies_as_needed(arrays[0], dtype):
-            return jax.device_put(arrays[0].view(np.ndarray).reshape(shape))
-        size = math.prod(shape) * dtype.itemsize
-        new = self._take(size).view(dtype)
-        places = new.reshape(len(arrays), *arrays[0].shape)
-        for place, array in zip(places, arrays, strict=True):
-            place[...] = array
-        return jax.device_put(new.reshape(shape))
+        first = arrays[0]
+        if len(arrays) == 1 and _lies_as_needed(first, dtype):
+            value = first.view(np.ndarray)
+        else:
+            shape = len(arrays), *first.shape
+            size = math.prod(shape) * dtype.itemsize
+            value = self._take(size).view(dtype).reshape(shape)
+            for i, array in enumerate(arrays):
+                value[i] = array
+        # Layers and experts may have an axis each.
+        return jax.device_put(value.reshape(variable.shape))
 
     def _take(self, size: int) -> np.ndarray:
+        # A part of the piece that was allocated last, with room to align it.
         if self.free.size < size + _ALIGNMENT:
             self.free = np.empty(max(size, _PIECE) + _ALIGNMENT, np.uint8)
         start = -self.free.ctypes.data % _ALIGNMENT
-        end = start + size
-        taken = self.free[start:end]
-        self.free = self.free[end:]
+        taken, self.free = np.split(self.free[start:], [size])
         return taken
 
 
@@ -72,30 +73,36 @@ class OnMesh:
         shape = variable.shape
 
         def part(index: Any) -> np.ndarray:
-            sized = zip(index, shape, strict=True)
-            spans = tuple(span.indices(size) for span, size in sized)
+            spans = _spans(index, shape)
             # Devices that have the same part share its copy.
             if spans not in found:
-                slices = tuple(slice(*span) for span in spans)
-                found[spans] = _part(arrays, shape, slices, dtype)
+                found[spans] = _part(arrays, shape, spans, dtype)
             return found[spans]
 
         sharding = sharding_of(variable, self.mesh)
         return jax.make_array_from_callback(shape, sharding, part)
 
 
+def _spans(index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[Span, ...]:
+    # Slices have no hash before Python 3.12, and may leave out their ends.
+    sized = zip(index, shape, strict=True)
+    return tuple(one.indices(size) for one, size in sized)
+
+
 def _part(
-    arrays: list[np.ndarray], shape: tuple[int, ...], index: tuple[slice, ...], dtype: Any
+    arrays: list[np.ndarray], shape: tuple[int, ...], spans: tuple[Span, ...], dtype: Any
 ) -> np.ndarray:
     """Return a copy in this dtype of a part of the array of this shape that they stack to."""
+    index = tuple(slice(*span) for span in spans)
     # The first axes count the arrays: those of layers and of experts.
     lead = len(shape) - arrays[0].ndim
     numbers = np.arange(len(arrays)).reshape(shape[:lead])
-    numbers = numbers[index[:lead]]
+    chosen = numbers[index[:lead]]
     inner = index[lead:]
-    parts = [arrays[i][inner] for i in numbers.flat]
+    # Views of what files are mapped to: nothing is read yet.
+    parts = [arrays[i][inner] for i in chosen.flat]
     size = parts[0].shape
     new = np.empty((len(parts), *size), dtype)
     for i, part in enumerate(parts):
         new[i] = part
-    return new.reshape(*numbers.shape, *size)
+    return new.reshape(*chosen.shape, *size)
