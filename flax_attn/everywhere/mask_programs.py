@@ -15,11 +15,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.sharding import Sharding
 from jaxtyping import Array
 
 # What the operations of a program read: a constant by its number, or a result of a step.
 Place = tuple[int, int]
 _CONSTANT = -1
+# Operations that are others, compiled together; and those that only say where an array lies.
+_COMPILED, _PLACED = {"jit", "pjit"}, {"sharding_constraint", "reshard"}
 
 
 @dataclass(frozen=True)
@@ -128,10 +131,7 @@ def lowered(x: Any) -> Any:
 
 
 class _Recorder:
-    """Writes down the operations that made an array.
-
-    Functions that `jax.jit` compiles are written as their operations, which belong to no mesh.
-    """
+    """Writes down the operations that made an array, without where it lies on a mesh."""
 
     def __init__(self):
         self.constants: list[Any] = []
@@ -154,10 +154,13 @@ class _Recorder:
         return _CONSTANT, len(self.constants) - 1
 
     def _record(self, made: Any, params: dict[str, Any], operands: list[Place]) -> list[Place]:
-        if made.primitive.name in ("jit", "pjit"):
+        if made.primitive.name in _COMPILED:
             return self._inside(params["jaxpr"], operands)
-        options = tuple(sorted(params.items()))
-        self.steps.append(Step(made.primitive, options, tuple(operands)))
+        if made.primitive.name in _PLACED:
+            return operands
+        options = {name: None if isinstance(x, Sharding) else x for name, x in params.items()}
+        step = Step(made.primitive, tuple(sorted(options.items())), tuple(operands))
+        self.steps.append(step)
         return [(len(self.steps) - 1, j) for j in range(len(made.outvars))]
 
     def _inside(self, function: Any, operands: list[Place]) -> list[Place]:

@@ -7,6 +7,7 @@ import pytest
 from flax import linen, nnx
 
 from flax_attn import everywhere
+from flax_attn.everywhere import mask_programs
 from flax_attn.everywhere.known_masks import with_known
 from flax_attn.functional.mask_parts import Causal, Dense
 from flax_attn.functional.masks import Mask
@@ -21,6 +22,17 @@ def kinds(mask, t=T, s=T):
     return [type(part) for part in with_known(Mask.dense(mask), t, s).parts]
 
 
+def placed(mask):
+    """Say where a mask lies, if there is a mesh."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or not isinstance(mask, jax.core.Tracer):
+        return mask
+    nowhere = jax.sharding.PartitionSpec()
+    if jax.sharding.AxisType.Explicit in mesh.axis_types:
+        return jax.reshard(mask, nowhere)
+    return jax.lax.with_sharding_constraint(mask, nowhere)
+
+
 MAKERS = {
     "nnx": lambda x: nnx.make_causal_mask(x) != 0,
     "linen": lambda x: linen.make_causal_mask(x).astype(bool),
@@ -28,6 +40,7 @@ MAKERS = {
     "index": lambda x: jnp.arange(T)[:, None] >= jnp.arange(T),
     "constant": lambda x: jnp.asarray(CAUSAL)[None],
     "scores": lambda x: jnp.where(jnp.asarray(CAUSAL), 0.0, -1e9) == 0,
+    "placed": lambda x: placed(jnp.tril(jnp.ones((T, T), bool))),
 }
 
 
@@ -139,6 +152,7 @@ def test_a_causal_array_is_known_on_a_mesh(make, kind, enter):
         found.append(kinds(make(x)))
         return x
 
+    mask_programs._answer.cache_clear()
     with enter(mesh):
         jax.jit(run).trace(jax.ShapeDtypeStruct((2, T), jnp.float32))
     assert found == [[Causal]]
