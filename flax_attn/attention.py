@@ -10,7 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from attn_spec.other_libraries import ASKS_NOTHING, OF_FUNCTIONS, names_remedies
-from flax_attn.backends import reference
+from flax_attn.backends import derivatives, reference
 from flax_attn.backends.call import Call, prepare
 from flax_attn.backends.choose import choose
 from flax_attn.functional.cache_base import Cache
@@ -174,7 +174,7 @@ def _attend(call: Call, backend: str, return_weights: bool) -> tuple[Array, Arra
         chosen = choose(call, backend)
         if return_weights and chosen.name == "reference":
             return reference.with_weights(call)
-        output = chosen.attend(call)
+        output = derivatives.attend(chosen, call)
     return output, reference.with_weights(call)[1] if return_weights else None
 
 

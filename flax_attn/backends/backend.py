@@ -18,6 +18,8 @@ class Backend:
         few: number of queries up to which it reads keys once for all of them; 0 is none.
         typed: whether its results are typed by the axes of a mesh that they vary over, as
             `jax.shard_map` asks unless it is called with `check_vma=False`.
+        every_mode: whether it is differentiable in forward mode, too; what is not gets it from the
+            formula, by `flax_attn.backends.derivatives`.
         in_parts: whether it computes the softmax over a part of the keys, with `forward` and
             `backward`.
         nonfinite: how numbers that are not finite reach the rows that see them and no others, for
@@ -34,6 +36,7 @@ class Backend:
     honours: tuple[str, ...] = ()
     few: int = 0
     typed: bool = False
+    every_mode: bool = False
     in_parts: bool = False
     nonfinite: str = ""
     source: str = "flax_attn"

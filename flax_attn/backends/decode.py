@@ -33,6 +33,7 @@ class Decode(Backend):
     honours = ("bias", "soft_cap", "sinks", "precision", "score", ARRAY_SCALE)
     few = 16
     typed = True
+    every_mode = True
     nonfinite = "test of its results, then a branch to the formula"
 
     def preferred(self, call: Call) -> bool:

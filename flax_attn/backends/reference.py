@@ -27,6 +27,7 @@ class Reference(Backend):
     dtypes = DTYPES
     honours = OPTIONS
     typed = True
+    every_mode = True
     nonfinite = "in the formula: NaN is added to the scores of the rows that see one"
 
     def preferred(self, call: Call) -> bool:

@@ -11,7 +11,7 @@ from flax_attn.everywhere.dispatch import PLACE
 
 
 def note(function: Any) -> None:
-    """Count a function that is neither Flax's nor ours: what it calls is counted by itself."""
+    """Count a function that is neither Flax's nor ours, and that called none of theirs."""
     while isinstance(function, partial):
         function = function.func
     function = inspect.unwrap(function)

@@ -5,36 +5,23 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 from jaxtyping import Array
 
 from flax_attn.attention import attend as attend_here
 from flax_attn.backends.platform import varying
 from flax_attn.everywhere import reports
+from flax_attn.everywhere.context import in_use
 from flax_attn.everywhere.dispatch import PLACE
+from flax_attn.everywhere.dropout import SharedDropout, say_what_differs
 from flax_attn.everywhere.empty_rows import with_means
 from flax_attn.everywhere.known_masks import with_known
 from flax_attn.everywhere.target import LeftAlone
 from flax_attn.functional.cache_base import Cache
-from flax_attn.functional.dropout import KeyedDropout
 from flax_attn.functional.masks import Mask, as_mask
 from flax_attn.functional.outputs import Outputs
-from flax_attn.functional.shapes import Index
 from flax_attn.sharding.explain import Explanation, explain
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class SharedDropout(KeyedDropout):
-    """Dropout that drops the same weights in all rows of the batch and all heads."""
-
-    def indices(self, *parts: Index) -> tuple[Index, ...]:
-        b, n, t, s = parts
-        return jnp.zeros_like(b), jnp.zeros_like(n), t, s
 
 
 @contextmanager
@@ -61,6 +48,7 @@ def attend(
     *,
     asked: str = "",
     return_weights: bool = False,
+    counted: bool = True,
     **options: Any,
 ) -> Outputs[Cache]:
     """Return `flax_attn.attend` of a call, and count it.
@@ -77,6 +65,7 @@ def attend(
         mask: mask.
         asked: what the call is, in a few words, for the report.
         return_weights: whether to return the weights, after dropout.
+        counted: whether to count it; False for a call that computes a part of another.
         **options: options of `flax_attn.attend`.
 
     Raises:
@@ -91,8 +80,11 @@ def attend(
     # The formula is what the original computes, too.
     if varying(query) and found.backend == "reference":
         raise LeftAlone("inside jax.shard_map, where most kernels need check_vma=False")
+    if options.get("dropout") is not None and in_use().targets:
+        say_what_differs()
     outputs = attend_here(query, key, value, bias, mask, return_weights=return_weights, **options)
-    _count(query, key, found, asked)
+    if counted:
+        _count(query, key, found, asked)
     return with_means(outputs, value, mask)
 
 

@@ -13,8 +13,8 @@ from flax_attn.everywhere.target import LeftAlone, Place
 
 # Name of the place whose replacement runs.
 PLACE: ContextVar[str] = ContextVar("place")
-# Targets whose original runs: its parts are no calls of their own.
-_ORIGINALS: ContextVar[frozenset[str]] = ContextVar("originals", default=frozenset())
+# Whether an original runs: what it calls is a part of its call, also where it is of another target.
+_IN_ORIGINAL: ContextVar[bool] = ContextVar("in original", default=False)
 
 
 @contextmanager
@@ -34,7 +34,7 @@ def dispatch(target: str, place: Place, original: Callable, *args: Any, **kwargs
         ValueError: if a call is left alone under `strict=True`.
     """
     settings = in_use()
-    if target not in settings.targets or target in _ORIGINALS.get():
+    if target not in settings.targets or _IN_ORIGINAL.get():
         return original(*args, **kwargs)
     try:
         with at(place.name):
@@ -47,8 +47,8 @@ def dispatch(target: str, place: Place, original: Callable, *args: Any, **kwargs
             f" leave {target!r} out of the targets, or pass strict=False, and the original runs"
         )
     reports.add(reports.Entry(reports.user_place(), place.name, reason=reason))
-    token = _ORIGINALS.set(_ORIGINALS.get() | {target})
+    token = _IN_ORIGINAL.set(True)
     try:
         return original(*args, **kwargs)
     finally:
-        _ORIGINALS.reset(token)
+        _IN_ORIGINAL.reset(token)

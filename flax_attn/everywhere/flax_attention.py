@@ -14,8 +14,10 @@ from flax import nnx
 from flax.nnx.nn.dtypes import promote_dtype
 from jaxtyping import Array
 
+from flax_attn.everywhere import reports
 from flax_attn.everywhere.attention_fn import note
-from flax_attn.everywhere.core import SharedDropout, attend, refusals
+from flax_attn.everywhere.core import attend, refusals
+from flax_attn.everywhere.dropout import SharedDropout
 from flax_attn.everywhere.target import LeftAlone
 from flax_attn.everywhere.words import asked_for
 from flax_attn.functional.dropout import KeyedDropout, key_data
@@ -95,7 +97,7 @@ def flax_attention(
     if module is None:
         return flat.back(call(dropout=dropout).output)
     # The weights that a module keeps are those before dropout.
-    found = call(return_weights=True)
+    found = call(return_weights=True, counted=dropout is None)
     kind = nnx.Intermediate if isinstance(module, nnx.Module) else "intermediates"
     assert found.weights is not None  # they were asked for
     module.sow(kind, "attention_weights", flat.back(found.weights))
@@ -118,6 +120,9 @@ def dot_product_attention_weights(original: Callable, *args: Any, **kwargs: Any)
 
 
 def multi_head_attention(original: Callable, module: Any, *args: Any, **kwargs: Any) -> Array:
-    """Call a module, and note an attention function that is not Flax's."""
-    note(module.attention_fn)
-    return original(module, *args, **kwargs)
+    """Call a module, and note an attention function that is not Flax's and calls none of Flax's."""
+    with reports.opened() as inside:
+        output = original(module, *args, **kwargs)
+    if not inside.counts:
+        note(module.attention_fn)
+    return output

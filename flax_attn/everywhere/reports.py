@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 import threading
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from operator import attrgetter
 
@@ -95,10 +97,29 @@ def open_reports() -> list[Report]:
     return _THREAD.reports
 
 
+@contextmanager
+def opened() -> Iterator[Report]:
+    """Count the calls of this thread in a report of their own, too."""
+    report = Report()
+    open_reports().append(report)
+    try:
+        yield report
+    finally:
+        open_reports().pop()
+
+
 def add(entry: Entry) -> None:
     """Count a call in all reports that are open."""
+    if _asks_for_shapes():
+        return
     for report in (PROGRAM, *open_reports()):
         report.counts[entry] += 1
+
+
+def _asks_for_shapes() -> bool:
+    """Return whether Keras traces a model for its shapes alone, before it traces it to run it."""
+    scopes = sys.modules.get("keras.src.backend.common.symbolic_scope")
+    return scopes is not None and scopes.in_symbolic_scope()
 
 
 def user_place() -> str:

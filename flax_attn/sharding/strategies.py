@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from flax_attn.backends import derivatives
 from flax_attn.backends.call import Call
 from flax_attn.backends.choose import choose, for_parts
 from flax_attn.functional.mask_part import MaskPart, PlacedPart
@@ -38,7 +39,7 @@ class Kernel:
 
     def attend(self, call: Call) -> Array:
         """Return the output of a call over all keys."""
-        return choose(call, self.backend).attend(call)
+        return derivatives.attend(choose(call, self.backend), call)
 
     def attend_pieces(self, route: Route, shard: Shard, over: tuple[str, ...] = ()) -> Array:
         """Return the output of a device's queries over keys that lie on several devices."""

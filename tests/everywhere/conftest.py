@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from flax_attn import everywhere
+from flax_attn.everywhere import dropout
 from flax_attn.parity import tolerance
 
 
@@ -38,6 +39,14 @@ def promotion():
     """Promote dtypes and ranks as JAX does by default, on which the originals rely."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
+
+
+@pytest.fixture(autouse=True)
+def said(monkeypatch):
+    """Leave out what is said once in a program; the set of what was said."""
+    found = {dropout._OTHER_WEIGHTS}
+    monkeypatch.setattr(dropout, "_SAID", found)
+    return found
 
 
 @pytest.fixture

@@ -302,6 +302,31 @@ def test_dropout_draws_from_the_stream_of_the_module():
     assert (first != second).any()
 
 
+def test_what_dropout_does_otherwise_is_said_once(said):
+    said.clear()
+    layer = nnx_layer(dropout_rate=0.2, deterministic=False, param_dtype=jnp.float32)
+    x = draw(B, T, D, dtype=np.float32)
+    with everywhere(), pytest.warns(UserWarning, match="drops other weights for the same key"):
+        layer(x)
+    # All other warnings are errors.
+    with everywhere():
+        layer(x)
+
+
+def test_dropout_that_is_off_says_nothing(said):
+    said.clear()
+    layer = nnx_layer(dropout_rate=0.2, deterministic=True, param_dtype=jnp.float32)
+    with everywhere(strict=True) as report:
+        layer(draw(B, T, D, dtype=np.float32))
+    assert report.taken
+
+
+def test_an_adapter_that_is_passed_by_hand_says_nothing(said):
+    said.clear()
+    options = {"dropout_rate": 0.2, "deterministic": False, "param_dtype": jnp.float32}
+    nnx_layer(attention_fn=adapters.flax, **options)(draw(B, T, D, dtype=np.float32))
+
+
 @SOW
 def test_weights_are_kept_before_dropout(x64):
     layer = nnx_layer(dropout_rate=0.5, deterministic=False)
@@ -312,9 +337,10 @@ def test_weights_are_kept_before_dropout(x64):
         return np.asarray(nnx.pop(layer, nnx.Intermediate)["attention_weights"][0])
 
     expected = run()
-    with everywhere(strict=True):
+    with everywhere(strict=True) as report:
         found = run()
     assert tolerance.relative({"": found}, {"": expected})[""] <= tolerance.FORWARD
+    assert sum(report.taken.values()) == 1, report
 
 
 EINSUMS = {
@@ -388,6 +414,27 @@ def test_an_attention_function_of_the_user_is_noted():
     assert places == [f"flax.{name}.__call__" for name in names]
     for entry in report.left_alone:
         assert "attention_fn=of_the_user is not Flax's" in entry.reason
+
+
+def through_flax(*arguments, **options):
+    return nnx.dot_product_attention(*arguments, **options)
+
+
+def test_a_function_of_the_user_that_calls_flax_is_counted_once():
+    layer = nnx_layer(attention_fn=through_flax, param_dtype=jnp.float32)
+    with everywhere(strict=True) as report:
+        layer(draw(B, T, D, dtype=np.float32))
+    assert [entry.place for entry in report.counts.elements()] == ["flax.nnx.dot_product_attention"]
+
+
+@pytest.mark.filterwarnings("ignore:Casting from complex to real:DeprecationWarning")
+def test_the_original_of_one_target_is_no_call_of_another():
+    q = draw(B, T, 4, 8, dtype=np.complex64)
+    expected = nnx.dot_product_attention(q, q, q)
+    with everywhere() as report:
+        found = nnx.dot_product_attention(q, q, q)
+    np.testing.assert_array_equal(found, expected)
+    assert [entry.place for entry in report.counts.elements()] == ["flax.nnx.dot_product_attention"]
 
 
 @pytest.mark.parametrize("call", CALLS)

@@ -7,6 +7,7 @@ import pytest
 from flax import linen, nnx
 
 from flax_attn import everywhere
+from flax_attn.everywhere import mask_programs
 from flax_attn.everywhere.known_masks import with_known
 from flax_attn.functional.mask_parts import Causal, Dense
 from flax_attn.functional.masks import Mask
@@ -21,6 +22,17 @@ def kinds(mask, t=T, s=T):
     return [type(part) for part in with_known(Mask.dense(mask), t, s).parts]
 
 
+def placed(mask):
+    """Say where a mask lies, if there is a mesh."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or not isinstance(mask, jax.core.Tracer):
+        return mask
+    nowhere = jax.sharding.PartitionSpec()
+    if jax.sharding.AxisType.Explicit in mesh.axis_types:
+        return jax.reshard(mask, nowhere)
+    return jax.lax.with_sharding_constraint(mask, nowhere)
+
+
 MAKERS = {
     "nnx": lambda x: nnx.make_causal_mask(x) != 0,
     "linen": lambda x: linen.make_causal_mask(x).astype(bool),
@@ -28,6 +40,7 @@ MAKERS = {
     "index": lambda x: jnp.arange(T)[:, None] >= jnp.arange(T),
     "constant": lambda x: jnp.asarray(CAUSAL)[None],
     "scores": lambda x: jnp.where(jnp.asarray(CAUSAL), 0.0, -1e9) == 0,
+    "placed": lambda x: placed(jnp.tril(jnp.ones((T, T), bool))),
 }
 
 
@@ -119,6 +132,82 @@ def test_a_causal_array_costs_what_a_causal_mask_costs():
         layer(x, is_causal=True)
     by_array, by_flag = report.taken
     assert (by_array.backend, by_array.after) == (by_flag.backend, by_flag.after)
+
+
+MESHES = {
+    "devices": lambda mesh: jax.set_mesh(mesh),
+    "description": lambda mesh: jax.sharding.use_abstract_mesh(mesh.abstract_mesh),
+}
+
+
+@pytest.mark.parametrize("enter", MESHES.values(), ids=MESHES)
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+def test_a_causal_array_is_known_on_a_mesh(make, kind, enter):
+    found = []
+    kind = getattr(jax.sharding.AxisType, kind)
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(kind, kind))
+
+    def run(x):
+        found.append(kinds(make(x)))
+        return x
+
+    mask_programs._answer.cache_clear()
+    with enter(mesh):
+        jax.jit(run).trace(jax.ShapeDtypeStruct((2, T), jnp.float32))
+    assert found == [[Causal]]
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_a_causal_array_on_several_devices_is_known(kind):
+    kind = getattr(jax.sharding.AxisType, kind)
+    mesh = jax.make_mesh((5,), ("data",), axis_types=(kind,))
+    with jax.set_mesh(mesh):
+        mask = jax.device_put(CAUSAL, jax.sharding.PartitionSpec("data"))
+        assert kinds(mask) == [Causal]
+        found = []
+        jax.jit(lambda x: found.append(kinds(mask)) or x)(jnp.ones(()))
+    assert found == [[Causal]]
+
+
+@pytest.fixture
+def compiled():
+    """The programs that are compiled."""
+    found = []
+
+    def listen(event, seconds, **about):
+        if event == "/jax/core/compile/backend_compile_duration":
+            found.append(about.get("fun_name"))
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield found
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+def test_the_masks_of_many_layers_compile_one_program(make, compiled):
+    found = []
+
+    def run(x):
+        found.extend(kinds(make(x)) for _ in range(8))
+        return x
+
+    jax.jit(run).trace(jax.ShapeDtypeStruct((2, T), jnp.float32))
+    assert found == [[Causal]] * 8
+    assert len(compiled) <= 1
+
+
+def test_masks_of_other_operations_are_other_programs():
+    found = []
+
+    def run(x):
+        rows, columns = jnp.arange(T)[:, None], jnp.arange(T)
+        masks = rows >= columns, rows >= columns + 1, rows > columns - 1, rows + 1 > columns * 1
+        found.extend(kinds(mask) for mask in masks)
+        return x
+
+    jax.jit(run)(1.0)
+    assert found == [[Causal], [Dense], [Causal], [Causal]]
 
 
 def test_it_is_known_where_ranks_are_not_promoted():

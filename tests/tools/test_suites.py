@@ -1,7 +1,7 @@
 """What speaks against a suite that ran under everywhere."""
 
 from tools.suites.__main__ import table
-from tools.suites.run import Result
+from tools.suites.run import Result, run
 from tools.suites.table import Suite
 
 SUITE = Suite("keras", "keras", "wheel", ("a_test.py",), expected={"a.wording": "other words"})
@@ -16,6 +16,26 @@ def test_nothing_speaks_against_expected_differences():
     under = WITHOUT | {"a.wording": "failed"}
     assert problems(under) == []
     assert "| keras | 2 | 1 | 3 | 0 |" in table([Result(SUITE, WITHOUT, under, 3, {})])
+
+
+CALLS = """
+import jax, jax.numpy as jnp
+
+def test_attends():
+    x = jnp.ones((1, 64, 2, 4))
+    jax.nn.dot_product_attention(x, x, x + jnp.ones(4))  # ranks are promoted, as by default
+"""
+
+
+def test_a_suite_runs_without_what_this_repository_sets(tmp_path):
+    (tmp_path / "conftest.py").write_text("raise RuntimeError('of another repository')")
+    folder = tmp_path / "packages"
+    folder.mkdir()
+    (folder / "a_test.py").write_text(CALLS)
+    found = run(Suite("jax.nn", "jax", "wheel", ("a_test.py",)), folder, tmp_path / "build")
+    assert found.problems == []
+    assert list(found.without.values()) == list(found.under.values()) == ["passed"]
+    assert found.taken == 1
 
 
 def test_what_speaks_against_a_suite():

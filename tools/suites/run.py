@@ -80,8 +80,9 @@ def _outcomes(suite: Suite, folder: Path, xml: Path, marked: dict[str, str]) -> 
     xml.unlink(missing_ok=True)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     command += ["-p", "tools.suites.plugin", "-W", "default", f"--junitxml={xml}"]
-    # The environment lies in this repository, whose options of pytest are not those of a target.
-    command += ["-c", os.devnull, "--rootdir", str(folder)]
+    # The environment lies in this repository, whose options of pytest, and what conftest.py sets
+    # in JAX, are not those of a target.
+    command += ["-c", os.devnull, "--rootdir", str(folder), "--confcutdir", str(folder)]
     command += ["-k", suite.keyword] if suite.keyword else []
     files = [str(folder / name) for name in suite.files]
     finished = subprocess.run(

@@ -24,6 +24,7 @@ class Native(Backend):
     honours = ("soft_cap", "sinks", "precision")
     few = FEW
     typed = True
+    every_mode = True
     nonfinite = "in its kernel"
     structure = "causal, windows, lengths, prefix, segments, arrays: hidden blocks are skipped"
     limits = "masks that are functions, a precision that is an algorithm"

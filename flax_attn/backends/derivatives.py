@@ -1,0 +1,146 @@
+"""Derivatives of every mode around a kernel that has a backward pass and no more.
+
+`jax.custom_vjp` refuses forward mode. Here the derivative of the output is a linear primitive: its
+transpose is the backward pass of the kernel, and where it is evaluated, in forward mode, it is the
+derivative of the formula, which holds all scores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+from jaxtyping import Array
+
+from flax_attn.backends.backend import Backend
+from flax_attn.backends.call import ARRAY_SCALE, Call, Floats
+from flax_attn.backends.reference import with_weights
+
+# The axis of each array that a `jax.vmap` is over, for every one of them, the innermost first.
+Levels = tuple[tuple[int | None, ...], ...]
+
+
+def attend(backend: Backend, call: Call) -> Array:
+    """Return what a backend computes for a call, differentiable in reverse and in forward mode."""
+    return backend.attend(call) if backend.every_mode else _attend(backend, call)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _attend(backend: Backend, call: Call) -> Array:
+    return backend.attend(call)
+
+
+@_attend.defjvp
+def _differentiate(backend, primals, tangents):
+    (call,), (changes,) = primals, tangents
+    output, pullback = jax.vjp(lambda floats: backend.attend(_with(call, floats)), _floats(call))
+    leaves, structure = jax.tree.flatten((output, pullback, call, _floats(changes)))
+    return output, _tangent.bind(*leaves, structure=structure, levels=())
+
+
+def _floats(call: Call) -> Floats:
+    """Return the arrays that have gradients; a scale that is a number has none."""
+    scale = call.scale if ARRAY_SCALE in call.options else None
+    captured = () if call.score is None else call.score.floats
+    return Floats(call.query, call.key, call.value, call.bias, call.sinks, scale, captured)
+
+
+def _with(call: Call, floats: Floats) -> Call:
+    arrays = floats._asdict()
+    captured = arrays.pop("captured")
+    if floats.scale is None:
+        del arrays["scale"]
+    score = None if call.score is None else call.score.with_floats(captured)
+    return replace(call, **arrays, score=score)
+
+
+def _by_formula(*leaves: Array, structure: Any) -> Array:
+    _, _, call, changes = structure.unflatten(leaves)
+
+    def formula(floats: Floats) -> Array:
+        return with_weights(_with(call, floats))[0]
+
+    return jax.jvp(formula, (_floats(call),), (changes,))[1]
+
+
+def _backward(*leaves: Array, structure: Any) -> list[Array]:
+    """Return the gradients; in the place of the changes stands the cotangent."""
+    *given, cotangent = leaves
+    count = structure.num_leaves - len(given)
+    _, pullback, _, _ = structure.unflatten([*given, *[None] * count])
+    (gradients,) = pullback(cotangent)
+    return jax.tree.leaves(gradients)
+
+
+def _over(levels: Levels, function: Any) -> Any:
+    for dims in levels:
+        function = jax.vmap(function, dims)
+    return function
+
+
+def _evaluate(*leaves: Array, structure: Any, levels: Levels) -> Array:
+    return _over(levels, partial(_by_formula, structure=structure))(*leaves)
+
+
+def _transpose(cotangent, *leaves, structure, levels):
+    first = _first_change(structure)
+    # Changes have the axis of `jax.vmap` first, as the cotangent does.
+    levels = tuple((*dims[:first], 0) for dims in levels)
+    backward = _over(levels, partial(_backward, structure=structure))
+    found = backward(*leaves[:first], ad.instantiate_zeros(cotangent))
+    # A change that is known, as one that is zero, asks for no gradient.
+    pairs = zip(found, leaves[first:], strict=True)
+    return [None] * first + [x if ad.is_undefined_primal(change) else None for x, change in pairs]
+
+
+def _first_change(structure: Any) -> int:
+    """Return the place of the changes among the arrays of the primitive: they come last."""
+    *_, changes = jax.tree_util.treedef_children(structure)
+    return structure.num_leaves - changes.num_leaves
+
+
+def _jvp(primals, tangents, **options):
+    moves = [i for i, tangent in enumerate(tangents) if _moves(tangent)]
+
+    def moved(*floats):
+        leaves = list(primals)
+        for i, x in zip(moves, floats, strict=True):
+            leaves[i] = x
+        return _evaluate(*leaves, **options)
+
+    output = _tangent.bind(*primals, **options)
+    given, changes = ([values[i] for i in moves] for values in (primals, tangents))
+    return output, jax.jvp(moved, given, changes)[1]
+
+
+def _moves(tangent: Any) -> bool:
+    return type(tangent) is not ad.Zero and tangent.dtype != jax.dtypes.float0
+
+
+def _batch(leaves: Sequence[Array], dims: Sequence[Any], *, structure: Any, levels: Levels):
+    size = next(x.shape[dim] for x, dim in zip(leaves, dims, strict=True) if dim is not None)
+    leaves, dims = list(leaves), list(dims)
+    for i in range(_first_change(structure), len(leaves)):
+        leaves[i] = batching.bdim_at_front(leaves[i], dims[i], size)
+        dims[i] = 0
+    return _tangent.bind(*leaves, structure=structure, levels=(*levels, tuple(dims))), 0
+
+
+def _abstract(*avals: Any, structure: Any, levels: Levels) -> Any:
+    # The change of the output is as the output itself, the first of all.
+    output = jax.eval_shape(_over(levels, lambda output, *_: output), *avals)
+    return jax.typeof(output)
+
+
+_tangent = Primitive("attention_tangent")
+_tangent.def_impl(jax.jit(_evaluate, static_argnames=("structure", "levels")))
+_tangent.def_abstract_eval(_abstract)
+mlir.register_lowering(_tangent, mlir.lower_fun(_evaluate, multiple_results=False))
+ad.primitive_transposes[_tangent] = _transpose
+ad.primitive_jvps[_tangent] = _jvp
+batching.primitive_batchers[_tangent] = _batch
