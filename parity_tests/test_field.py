@@ -36,8 +36,8 @@ def test_the_readme_has_the_figures_of_the_study():
     text = " ".join((ROOT / "README.md").read_text().split())
     assert f"judged {len(JUDGED)} ports" in text
     assert (
-        f"{verdicts['equal']} equal PyTorch and {verdicts['equal up to float32']} do except for casts"
-        in text
+        f"{verdicts['equal']} equal PyTorch and {verdicts['equal up to float32']} do except for"
+        " casts" in text
     )
     assert f"{sum(finding['kind'] == 'fault' for finding in FINDINGS)} faults" in text
     assert len({row["port"] for row in ROWS}) == len(ROWS)

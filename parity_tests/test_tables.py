@@ -72,6 +72,5 @@ def test_a_table_goes_between_two_markers(page):
     with pytest.raises(ValueError, match="must be between one line"):
         tables.between_markers(page, "table")
     assert (
-        tables.between_markers(PAGE, "new")
-        == f"# Backends\n\n{BEGIN}\nnew\n\n{END}\nThe rest.\n"
+        tables.between_markers(PAGE, "new") == f"# Backends\n\n{BEGIN}\nnew\n\n{END}\nThe rest.\n"
     )

@@ -1,8 +1,8 @@
 """Measure the language of the project: python tools/language.py [--check] [FILE ...].
 
-Printed are, for the pages, the docstrings and the messages, how often 1,000 words hold "you", "that
-of" and a semicolon, and each place of a phrase that has a plainer one. With `--check` it fails where
-there is such a phrase, or where the pages miss a goal. A file that is given is read by itself.
+It prints how often 1,000 words of the pages, the docstrings and the messages hold "you", "that of",
+a semicolon and "alone", and each place of a phrase that has a plainer one. With `--check` it fails
+if there is such a phrase, or if the pages miss a goal. A file that is given is read by itself.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ COUNTED: Mapping[str, str] = {
 LEAST = {"you": 9.0}
 MOST = {"that of": 0.2, "semicolons": 3.0, "alone": 0.3}
 
-WORD = re.compile(r"[A-Za-z][A-Za-z'’-]*")
+WORD = re.compile(r"[A-Za-z][A-Za-z'-]*")
 # What is no prose in Markdown: it is blanked, so that lines keep their numbers.
 NO_PROSE = (
     re.compile(r"\A---\n.*?\n---\n", re.DOTALL),
@@ -85,11 +85,11 @@ def blank(match: re.Match[str]) -> str:
 
 
 def markdown(text: str) -> str:
-    """Return the prose of Markdown, each sentence at its line.
+    r"""Return the prose of Markdown, each sentence at its line.
 
     Example:
-        >>> markdown("You call `f`;\\nsee [this](page.md).")
-        'You call  ;\\nsee [this] .'
+        >>> markdown("You call `f`;\nsee [this](page.md).")
+        'You call  ;\nsee [this] .'
     """
     for pattern in NO_PROSE:
         text = pattern.sub(blank, text)
@@ -110,19 +110,17 @@ def spoken(line: str) -> str:
     """Return a line of a docstring without its code: examples, and names in backticks."""
     if line.lstrip().startswith((">>>", "...")):
         return ""
-    return re.sub(r"`+[^`]*`+", " ", line)
+    unnamed = re.sub(r"^ +\w+: ", "", line)  # the name of an argument
+    return re.sub(r"`+[^`]*`+", " ", unnamed)
 
 
 def messages(tree: ast.AST) -> Iterator[tuple[int, str]]:
     """Yield the line and the text of what errors and warnings say."""
     for node in ast.walk(tree):
-        said: ast.AST | None = None
-        if isinstance(node, ast.Raise):
-            said = node.exc
+        if isinstance(node, ast.Raise) and node.exc is not None:
+            yield node.lineno, " ".join(strings(node.exc))
         elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("warn"):
-            said = node
-        if said is not None:
-            yield node.lineno, " ".join(strings(said))
+            yield node.lineno, " ".join(strings(node))
 
 
 def strings(node: ast.AST) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """Write the generated tables of the documentation: python tools/tables.py [--check].
 
-These are the tables of backends, and of the variants and faults of the proof. With `--check` nothing is written, and it
-exits with 1 if a file is out of date.
+These are the tables of backends, and of the variants and faults of the proof. With `--check`
+nothing is written, and it exits with 1 if a file is out of date.
 """
 
 from __future__ import annotations
@@ -96,10 +96,10 @@ one row, or all rows of a class.
 {markdown(("variant", "built as", "called with"), variants)}
 ## Planted faults
 
-`make faults` plants these {len(faults)} known porting faults, one at a time, into the PyTorch module
-of a variant. The last column is the check that detects the fault first. If that is `forward` or
-`gradients`, the report shows you the lines of both sides. The other checks name the condition under
-which both sides differ.
+`make faults` plants these {len(faults)} known porting faults, one at a time, into the PyTorch
+module of a variant. The last column is the check that detects the fault first. If that is `forward`
+or `gradients`, the report shows you the lines of both sides. The other checks name the condition
+under which both sides differ.
 
 {markdown(("fault", "planted in", "detected by"), faults)}
 ## Faults on several devices

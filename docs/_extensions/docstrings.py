@@ -84,7 +84,7 @@ def formulas(lines: list[str]) -> Iterator[str]:
 
 
 def complete(obj: object, lines: list[str]) -> list[str]:
-    """Return the lines of a dataclass's docstring with the arguments of its bases before its own."""
+    """Return a docstring, of a dataclass with the arguments of its bases before its own."""
     if not (inspect.isclass(obj) and dataclasses.is_dataclass(obj)):
         return lines
     own = dict(arguments(lines))

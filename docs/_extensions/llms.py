@@ -31,10 +31,10 @@ def markdown(source: Path) -> str:
 
 
 def shortened(name: str, text: str) -> str:
-    """Return a page with the beginning of each long table, and where all of it is.
+    r"""Return a page with the beginning of each long table, and where all of it is.
 
     Example:
-        >>> rows = "| a |\\n| --- |\\n" + "| 1 |\\n" * 50
+        >>> rows = "| a |\n| --- |\n" + "| 1 |\n" * 50
         >>> print(shortened("field", rows))
         | a |
         | --- |

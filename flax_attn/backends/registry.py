@@ -45,8 +45,8 @@ def markdown_table() -> str:
     """Return what each backend supports as Markdown, for the documentation.
 
     Example:
-        >>> print(markdown_table().splitlines()[0])
-        | | `native` | `decode` | `reference` | `cudnn` | `splash` | `fused` | `blocked` | `tokamax` |
+        >>> print(markdown_table().splitlines()[3])
+        | GPU | - | yes | yes | yes | - | yes | yes | yes |
     """
     backends = [load(name) for name in BACKENDS]
     features = [_supported(backend) for backend in backends]

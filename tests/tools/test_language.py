@@ -48,7 +48,9 @@ def test_each_phrase_is_found_also_across_lines(phrase, tmp_path):
     assert len(found(f"Text {phrase.replace(' ', chr(10))} text.", tmp_path)) == 1
 
 
-@pytest.mark.parametrize("text", ["honourable", "mended_name", "understands in", "Whoever", "`mend`"])
+@pytest.mark.parametrize(
+    "text", ["honourable", "mended_name", "understands in", "Whoever", "`mend`"]
+)
 def test_other_words_are_left_alone(text, tmp_path):
     assert found(f"Text {text} text.", tmp_path) == []
 
