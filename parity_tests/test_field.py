@@ -94,7 +94,7 @@ def test_the_page_says_what_it_was_not_told_otherwise(monkeypatch, tmp_path):
     (tmp_path / "findings").mkdir()
     monkeypatch.setattr(PAGE, "HERE", tmp_path)
     assert "| a\\|b | one | does not run |  |  |  |  | ValueError: of two lines |  |" in PAGE.text()
-    assert "# The field, judged\n\n0 ports " in PAGE.text()
+    assert "equals its PyTorch original: 0 ports that other people wrote" in PAGE.text()
 
 
 def test_a_cause_of_several_places_is_shown_once_and_casts_come_last():

@@ -203,6 +203,40 @@ def test_a_look_finds_what_is_wrong(html, found, look, tmp_path, capsys):
     assert len(list((tmp_path / "pictures").iterdir())) == 4
 
 
+FIELD = """<input type="search" id="field-search"> <span id="field-count"></span>
+<section id="every-port"><h2>Every port</h2>
+<section><h3>lib 1.0</h3><table><tbody><tr><td>A</td><td>equal</td></tr>
+<tr><td>B</td><td>different</td></tr></tbody></table></section>
+<section><h3>other 2.0</h3><table><tbody><tr><td>C</td><td>equal</td></tr></tbody></table></section>
+</section><script src="site.js"></script>"""
+
+
+@pytest.mark.parametrize(("words", "seen", "count"), [
+    ("equal", ["A", "C"], "2 of 3"), ("lib EQUAL", ["A"], "1 of 3"), ("nothing", [], "0 of 3"),
+    ("", ["A", "B", "C"], "3 of 3"),
+])  # fmt: skip
+def test_the_table_of_ports_can_be_searched(words, seen, count, tmp_path):
+    look = pytest.importorskip("look")
+    if not look.browser():
+        pytest.skip("no browser")
+    (tmp_path / "field.html").write_text(GOOD.format(FIELD))
+    (tmp_path / "site.js").write_text((ROOT / "docs" / "_static" / "site.js").read_text())
+    with look.served(tmp_path) as address, look.sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path=look.browser(), args=["--no-sandbox"])
+        page = chromium.new_page()
+        page.goto(f"{address}/field.html")
+        page.fill("#field-search", "changed")
+        page.fill("#field-search", words)
+        cells = page.locator("#every-port tr td:first-child")
+        shown = [cell.inner_text() for cell in cells.all() if cell.is_visible()]
+        assert shown == seen
+        assert page.locator("#field-count").inner_text() == count
+        headings = page.locator("#every-port h3")
+        libraries = [heading.inner_text() for heading in headings.all() if heading.is_visible()]
+        assert ("lib 1.0" in libraries) == ("A" in seen or "B" in seen)
+        chromium.close()
+
+
 def test_the_page_of_a_comparison_passes(look, tmp_path, capsys):
     x = np.ones((2, 3))
     report = compare(
