@@ -48,9 +48,9 @@ help:
 	@echo 'make tpu          compile for TPU chips without one: memory and time to compile'
 	@echo 'make gpu          compile the attention of models for an H200 without one: memory, refusals, collectives (ten minutes,'
 	@echo '                  needs a C compiler; ARGS=--quick takes one; ARGS=--models prints what fused compiles to on each chip)'
-	@echo 'make plan         plan the training of Llama 3 8B on TPUs without one: the table of docs/planning.md (an hour); with'
+	@echo 'make plan         plan the training of Llama 3 8B on TPUs without one: the table of docs/accelerators.md (an hour); with'
 	@echo '                  ARGS="--model ... --topology ... ..." one plan of your own, see flax-attn plan --help'
-	@echo 'make lint         check format, lint, types and generated tables'
+	@echo 'make lint         check format, lint, types, generated tables and language'
 	@echo 'make format       format the code'
 	@echo 'make tables       write the tables of the documentation that follow from the code'
 	@echo 'make docs         build the site into build/site: run its notebooks, check its links'
@@ -135,6 +135,8 @@ lint: .venv/installed
 	$(BIN)/ruff check
 	$(BIN)/pyright
 	$(BIN)/python tools/tables.py --check
+	$(BIN)/python -m tools.platforms --check
+	$(BIN)/python tools/language.py --check
 	$(BIN)/python tools/density.py --check $(READABLE)
 
 format: .venv/installed
@@ -143,6 +145,7 @@ format: .venv/installed
 
 tables: .venv/installed
 	$(BIN)/python tools/tables.py
+	$(BIN)/python -m tools.platforms
 
 SITE := $(BIN)/sphinx-build -W --keep-going -n -E -j auto -d build/doctrees
 

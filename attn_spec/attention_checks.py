@@ -88,8 +88,8 @@ def check_offset(offset: int, t: int, s: int, left: int, right: int) -> None:
         least, most = (f"{name} = {end}" for name, end in ends.items())
         raise ValueError(
             f"a mask offset must lie between {least} and {most}, beyond which all queries see the"
-            f" same keys; got offset={offset}, t={t}, s={s}. Query i stands at offset + i: with"
-            f" offset={s - t} the last query stands at the last key"
+            f" same keys; got offset={offset}, t={t}, s={s}. Query i has position offset + i: with"
+            f" offset={s - t} the last query is at the last key"
         )
 
 

@@ -22,7 +22,7 @@ def check_offset_given(offset: Any, t: int, s: int) -> None:
     """Raise where it is open at which key the first query stands."""
     if offset is None and t != s:
         raise ValueError(
-            "a causal, window or prefix mask needs an offset when t != s: query i stands at"
+            "a causal, window or prefix mask needs an offset when t != s: query i has position"
             f" offset + i; got t={t}, s={s}. Choose offset=0 (top-left, as torch's is_causal)"
             f" or offset={s - t} (bottom-right, as FlashAttention): pass"
             " mask=Mask.causal(offset=...), without is_causal, or to a module that was built with"

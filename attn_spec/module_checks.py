@@ -65,7 +65,7 @@ def check_layers(name: str, layers: tuple[int, ...], num_layers: int) -> None:
 def check_block_norms(
     norm_first: bool, norm1: object, norm2: object, post_norm1: object, post_norm2: object
 ) -> None:
-    """Raise unless a block that normalises the sums has a norm for each, and no others."""
+    """Raise unless a block that normalises the sums has a norm for each, and only these."""
     norms = {"norm1": norm1, "norm2": norm2, "post_norm1": post_norm1, "post_norm2": post_norm2}
     # Only which norms there are matters, not what they are.
     given = [name for name, norm in norms.items() if norm is not None]

@@ -10,7 +10,7 @@ from attn_spec.position_checks import check_base, check_pairs
 
 @dataclass(frozen=True, eq=False)
 class RotaryPositions(Portable):
-    """The settings of a `RoPE`, which stands in both packages and has the formula.
+    """The settings of a `RoPE`, which is in both packages and has the formula.
 
     Args:
         base: ratio of the frequencies, also called theta.

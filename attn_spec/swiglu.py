@@ -7,7 +7,7 @@ from attn_spec.portable import Portable
 
 @dataclass(frozen=True, eq=False)
 class SwiGLUBounds(Portable):
-    """The settings of a `ClampedSwiGLU`, which stands in both packages and has the formula.
+    """The settings of a `ClampedSwiGLU`, which is in both packages and has the formula.
 
     Args:
         limit: bound of both branches; the gate has no lower bound.

@@ -31,6 +31,7 @@ extensions = [
     "pairs",
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
     "sphinx_copybutton",
     "sphinx_design",
     "symbols",
@@ -75,6 +76,7 @@ html_show_copyright = False
 html_context = {"default_mode": "auto"}  # light or dark, as the reader's system is
 html_theme_options = {
     "home_page_in_toc": True,
+    "logo": {"text": "flax_attn"},
     "navbar_persistent": [],  # the search stands at the side
     "pygments_light_style": "a11y-high-contrast-light",
     "pygments_dark_style": "a11y-high-contrast-dark",

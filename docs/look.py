@@ -131,7 +131,8 @@ def main() -> int:
     names = [
         name
         for name in names
-        if not name.startswith("_downloads") and Path(name).parent.name != "_static"
+        # Sources are written out by Sphinx, all in one way.
+        if not name.startswith(("_downloads", "_modules")) and Path(name).parent.name != "_static"
     ]
     if not names:
         parser.error(f"no page in {site}: run `make docs` first")

@@ -16,6 +16,19 @@ from field.by_hand import lines, verdict
 HERE = Path(__file__).parent
 PAGE = HERE.parent / "docs" / "field.md"
 UNJUDGED = "does not run"
+# What docs/_static/site.js filters the tables by.
+SEARCH = [
+    "## Every port",
+    "",
+    "A row is one configuration of one class. Type a part of a name, a verdict or a cause to see"
+    " only the rows that have it.",
+    "",
+    "```{raw} html",
+    '<p><label for="field-search">Search</label> <input type="search" id="field-search">'
+    ' <span id="field-count" role="status"></span></p>',
+    "```",
+    "",
+]
 # The tables need the width of the sidebar.
 FRONT_MATTER = ["---", "html_theme.sidebar_secondary.remove: true", "---", ""]
 KINDS = {
@@ -47,7 +60,7 @@ MEANING = {
         " all that the harness names. No fault"
     ),
     "differs in empty rows": (
-        "equal, but for rows in which every token is padding. What such a row should give is not"
+        "equal, except for rows in which every token is padding. What such a row should give is not"
         " agreed on. No fault"
     ),
     "different": (
@@ -58,7 +71,7 @@ MEANING = {
         " full"
     ),
     "Flax raises": "an error in Flax, for a configuration that PyTorch takes",
-    UNJUDGED: "neither side could be compared here; not counted",
+    UNJUDGED: "neither side could be compared here, and it is not counted",
 }
 
 
@@ -107,10 +120,11 @@ def text() -> str:
     parts = (
         FRONT_MATTER,
         _head(rows),
-        _second(rows, records),
         _contents(findings),
-        _tables(rows, findings, records),
         _sections(rows, findings),
+        SEARCH,
+        _tables(rows, findings, records),
+        _second(rows, records),
     )
     return "\n".join(line for part in parts for line in part).rstrip() + "\n"
 
@@ -118,14 +132,14 @@ def text() -> str:
 def _head(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     counts = Counter(row["verdict"] for row in rows)
     judged = len(rows) - counts[UNJUDGED]
-    yield "# The field, judged"
+    yield "# The field: ports of other people"
     yield ""
     yield (
-        f"{judged} ports of PyTorch models and layers to JAX that other people wrote, each compared"
-        " with its original by the harness of this library: same random weights, float64, outputs,"
-        " gradients of every parameter, padding. `make field` repeats it. A row is one"
-        " configuration of one class; sizes are small and the weights random, so that what is"
-        " compared is the function and not a checkpoint."
+        f"You see here whether a JAX port that you use equals its PyTorch original: {judged} ports"
+        " that other people wrote were compared with the harness of this library. Both sides have"
+        " the same random weights, in float64. Outputs, gradients of every parameter and padding"
+        " are compared. Sizes are small, so the function is compared and not a checkpoint."
+        " You can search the table of [every port](#every-port). `make field` repeats it."
     )
     yield ""
     yield "| verdict | ports | meaning |"
@@ -138,18 +152,20 @@ def _head(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 def _second(rows: Sequence[Mapping[str, Any]], records: Mapping[str, Any]) -> Iterator[str]:
     again = set(reproduced(rows, records))
+    yield "## The same verdicts without the harness"
+    yield ""
     yield (
-        f"{len(again)} of these verdicts were reached a second time without the harness, by `make"
-        " field-by-hand`. Its code, `field/by_hand`, imports nothing of this library; it shares"
-        " the configurations of transformers' models alone. Other random weights cross by the"
-        " port's own converter, or are placed by hand. Both sides are differentiated with respect"
-        " to the same arrays, all parameters and floating inputs. They are equal if outputs agree"
-        " within 1e-12 and gradients within 1e-11, or within 16 times what one rounding of all"
-        " weights and inputs does to the PyTorch side. Where they are not, both run again with"
-        " every float32 in the source of the libraries written as float64: if they are equal then,"
-        " float32 alone made the difference. The column *by hand* has the errors of outputs and"
-        " gradients; after the arrow, those without float32. Where plain inputs agree and others"
-        " do not, it has those of the others."
+        f"{len(again)} of these verdicts were reached a second time by `make field-by-hand`. Its"
+        " code, `field/by_hand`, imports nothing of this library, and only shares the"
+        " configurations of transformers' models. Other random weights cross by the port's own"
+        " converter, or are placed by hand. Both sides are differentiated with respect to the same"
+        " arrays, all parameters and floating inputs. They are equal if outputs agree within 1e-12"
+        " and gradients within 1e-11, or within 16 times what one rounding of all weights and"
+        " inputs does to the PyTorch side. If they are not, both run again with every float32 in"
+        " the source of the libraries written as float64. If they are equal then, only float32"
+        " made the difference. The column *by hand* has the errors of outputs and gradients, and"
+        " after the arrow the errors without float32. If only other than plain inputs differ, it"
+        " has the errors of these."
     )
     yield ""
     yield "| library | how weights cross | verdicts reproduced |"
@@ -203,7 +219,7 @@ def _tables(
     libraries = list(dict.fromkeys(row["package"] for row in rows))
     for library in libraries:
         own = [row for row in rows if row["package"] == library]
-        yield f"## {library} {own[0]['version']}"
+        yield f"### {library} {own[0]['version']}"
         yield ""
         yield f"| {' | '.join(COLUMNS)} |"
         yield "|---" * len(COLUMNS) + "|"

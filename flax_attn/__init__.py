@@ -1,6 +1,6 @@
 """Attention for JAX, every variant proven equal to PyTorch.
 
-What this package exports stands in `__init__.pyi`, and is imported where it is first used: a layer
+What this package exports is in `__init__.pyi`, and is imported where it is first used: a layer
 costs no model.
 """
 

@@ -90,7 +90,7 @@ def dot_product_attention(
     Returns:
         `(b, t, n, v)`, without `b` for unbatched inputs; `attend` also returns the weights. A row
         that may see nothing gives zeros with zero gradient. A number in query, key or value that is
-        not finite reaches the rows that may see it, as NaN, and no others.
+        not finite only makes the rows NaN that may see it.
 
     Raises:
         ValueError: if an argument is no array or number, if shapes, dtypes, mask or bias do not fit
@@ -98,7 +98,7 @@ def dot_product_attention(
             unknown.
         TypeError: for an argument that it does not have; those of other libraries are named with
             what to pass instead.
-        Unsupported: a `ValueError`, if a backend that is asked for by name cannot honour the call.
+        Unsupported: a `ValueError`, if a backend that is named does not support the call.
 
     Example:
         >>> import jax.numpy as jnp

@@ -97,7 +97,7 @@ def test_what_is_proven_of_a_card_is_what_the_recorded_run_found(card):
     (text,) = [
         text
         for name, text in page.facts_of(card, Outcome(np.ones((1, 1)), 0.0), RECORDED)
-        if name == "Proven as"
+        if name == "Tested as"
     ]
     rows = [RECORDED[name] for name in card.proof]
     for check in ("forward", "gradients", "training"):
@@ -141,7 +141,7 @@ def test_a_card_as_markdown():
     assert f"\n(gallery-rms-norm)=\n{card.take}\n" in text
     assert "```python\nlayer = RMSNorm(8, 1e-6)\noutput = layer(x)\n```" in text
     assert "API\n: {py:obj}`~flax_attn.RMSNorm`\n" in text
-    assert "LlamaRMSNorm`: error 2.0e-16, rule 1e-12" in text
+    assert "LlamaRMSNorm`: error 2.0e-16, limit 1e-12" in text
     assert "[arXiv:1910.07467](https://arxiv.org/abs/1910.07467)" in text
     assert f'aria-labelledby="{card.slug}-caption"' in text
     assert f'<figcaption id="{card.slug}-caption">{card.alt}</figcaption>' in text

@@ -1,7 +1,7 @@
 """Write the generated tables of the documentation: python tools/tables.py [--check].
 
-These are the tables of variants, faults and backends. With `--check` nothing is written, and it
-exits with 1 if a file is out of date.
+These are the tables of backends, and of the variants and faults of the proof. With `--check`
+nothing is written, and it exits with 1 if a file is out of date.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from flax_attn.proof.variants import VARIANTS
 
 DOCS = Path(__file__).parents[1] / "docs"
 NOTE = "<!-- Written by tools/tables.py. Do not edit. -->\n"
-BEGIN, END = "<!-- tools/tables.py: begin -->\n", "<!-- tools/tables.py: end -->\n"
+WRITER = "tools/tables.py"
 
 
 class VariantRow(NamedTuple):
@@ -74,50 +74,38 @@ def pages(folder: Path) -> Iterator[tuple[Path, str]]:
         backends = between_markers(path.read_text("utf-8"), markdown_table())
     except ValueError as error:
         sys.exit(f"{path}: {error}")
-    yield folder / "variants.md", variants_page(_variants())
-    yield folder / "faults.md", faults_page(_faults(), _mesh_faults())
+    yield folder / "appendix.md", appendix()
     yield path, backends
 
 
-def variants_page(rows: Sequence[VariantRow]) -> str:
-    """Return the page of all variants."""
-    intro = (
-        f"The {len(rows)} variants that `flax-attn parity` proves equal to their PyTorch twins: how"
-        " each is built, in either\npackage, and which options its calls have. `--variant NAME`"
-        " selects one, or all of a class."
-    )
+def appendix() -> str:
+    """Return the page of all variants and all faults."""
+    variants, faults, on_mesh = _variants(), _faults(), _mesh_faults()
     return f"""{NOTE}
-# Variants
+# Appendix: variants and planted faults
 
-{intro}
+You can look up here what [the proof](proof.md) covers: each variant that is tested against PyTorch,
+and each fault that its checks detect.
 
-{markdown(("variant", "built as", "called with"), rows)}"""
+## Variants
 
+`flax-attn parity` compares these {len(variants)} variants with their PyTorch twins. A row says how
+either package builds the variant, and which options you see in its calls. `--variant NAME` selects
+one row, or all rows of a class.
 
-def faults_page(rows: Sequence[FaultRow], on_mesh: Sequence[Sequence[str]]) -> str:
-    """Return the page of all faults."""
-    intro = (
-        f"The {len(rows)} known porting faults that are planted, one at a time, into the PyTorch"
-        " module of a variant, and the\ncheck that detects each first."
-        " [The proof](proof.md#the-checks-are-tested) has the command that plants them. Of what"
-        " `forward` and\n`gradients` detect a report shows the lines of both sides; the others show"
-        " only where the two run otherwise than once, in\nfloat64 and eval mode: the check"
-        " names that condition."
-    )
-    mesh = (
-        f"The {len(on_mesh)} that are planted into attention over tokens that are split among four"
-        " devices, and what differs then\nfrom one device, its outputs and gradients in float64."
-        " `tests/sharding/test_faults.py` plants them."
-    )
-    return f"""{NOTE}
-# Planted faults
+{markdown(("variant", "built as", "called with"), variants)}
+## Planted faults
 
-{intro}
+`make faults` plants these {len(faults)} known porting faults, one at a time, into the PyTorch
+module of a variant. The last column is the check that detects the fault first. If that is `forward`
+or `gradients`, the report shows you the lines of both sides. The other checks name the condition
+under which both sides differ.
 
-{markdown(("fault", "planted in", "detected by"), rows)}
-## On several devices
+{markdown(("fault", "planted in", "detected by"), faults)}
+## Faults on several devices
 
-{mesh}
+`tests/sharding/test_faults.py` plants these {len(on_mesh)} faults into attention over tokens that
+are split among four devices. The last column is what then differs from one device, in float64.
 
 {markdown(("fault", "what differs"), on_mesh)}"""
 
@@ -137,18 +125,19 @@ def markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def between_markers(page: str, table: str) -> str:
-    """Return a page with the text between the two markers replaced by a table.
+def between_markers(page: str, table: str, writer: str = WRITER) -> str:
+    """Return a page with the text between the two markers of a writer replaced by a table.
 
     Raises:
         ValueError: if a marker is missing or repeated.
     """
-    if (page.count(BEGIN), page.count(END)) != (1, 1):
+    begin, end = (f"<!-- {writer}: {word} -->\n" for word in ("begin", "end"))
+    if (page.count(begin), page.count(end)) != (1, 1):
         raise ValueError(
-            f"the table must stand between one line {BEGIN.strip()} and one line {END.strip()}"
+            f"the table must be between one line {begin.strip()} and one line {end.strip()}"
         )
-    head, rest = page.split(BEGIN)
-    return f"{head}{BEGIN}\n{table}\n\n{END}{rest.split(END)[1]}"
+    head, rest = page.split(begin)
+    return f"{head}{begin}\n{table}\n\n{end}{rest.split(end)[1]}"
 
 
 class Written:

@@ -2,7 +2,7 @@
 
 Files, names, arguments and defaults are those of `flax_attn`. A docstring here has the formula, the
 shapes and an example; what the twin of the same name says word for word, on arguments, errors and
-references, stands there alone.
+references, is only there.
 """
 
 from attn_spec.frequencies import (

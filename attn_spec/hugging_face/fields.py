@@ -297,6 +297,6 @@ def _called(kind: Any) -> str:
 
 
 def _shown(value: Any) -> str:
-    """Return a value as it stands in the file, its middle left out where it is long."""
+    """Return a value as the file has it, its middle left out where it is long."""
     text = json.dumps(value)
     return text if len(text) <= 200 else f"{text[:100]} ... {text[-100:]}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import inspect
 import re
 import textwrap
@@ -15,6 +16,14 @@ from sphinx.transforms import SphinxTransform
 
 CODE = re.compile(r"(?<![`:\\])`([^`]+)`(?!`)")
 SECTION = re.compile(r"[A-Z]\w+:$")
+ARGUMENT = re.compile(r"    (\w+): ")
+# What a class has for backends, which its page leaves out.
+HIDDEN = {
+    "flax_attn.Mask": (
+        *("resolve", "sized", "block", "kv_range", "summarised", "tiles", "split_band"),
+        *("split_intervals", "row", "at", "shift", "check_whole"),
+    ),
+}
 
 # Where a name between backticks is looked up, in this order.
 PACKAGES = (
@@ -26,20 +35,15 @@ PACKAGES = (
 )
 
 
-def public_name(text: str, package: str) -> str | None:
+def public_name(text: str) -> str | None:
     """Return the full name of a public object, or None if no searched package has it."""
     first, *rest = text.removesuffix("()").split(".")
-    of_twin = package == "torch_ref" and not _is_shared(first)
-    for name in ("torch_ref",) if of_twin else PACKAGES:
+    for name in PACKAGES:
         if first in import_module(name).__all__:
+            if rest and rest[0] in HIDDEN.get(f"{name}.{first}", ()):
+                return None
             return ".".join([name, first, *rest]) if _has(name, first, rest) else None
     return None
-
-
-def _is_shared(name: str) -> bool:
-    """Return whether both packages export a class of attn_spec, which the pages have once."""
-    found = getattr(import_module("torch_ref"), name, None)
-    return str(getattr(found, "__module__", "")).startswith("attn_spec.")
 
 
 def _has(package: str, first: str, rest: list[str]) -> bool:
@@ -50,12 +54,12 @@ def _has(package: str, first: str, rest: list[str]) -> bool:
     )
 
 
-def code(text: str, package: str, own: str) -> str:
+def code(text: str, own: str) -> str:
     """Return the text with backticks as code, linked where it names another public object."""
 
     def one(match: re.Match[str]) -> str:
         inner = match[1]
-        target = public_name(inner, package)
+        target = public_name(inner)
         written = f":py:obj:`{inner} <{target}>`" if target and target != own else f"``{inner}``"
         # As in a plural.
         joined = text[match.end() : match.end() + 1].isalpha()
@@ -79,13 +83,46 @@ def formulas(lines: list[str]) -> Iterator[str]:
         after_blank = not line
 
 
+def complete(obj: object, lines: list[str]) -> list[str]:
+    """Return a docstring, of a dataclass with the arguments of its bases before its own."""
+    if not (inspect.isclass(obj) and dataclasses.is_dataclass(obj)):
+        return lines
+    own = dict(arguments(lines))
+    found: dict[str, list[str]] = {}
+    for base in reversed(obj.__mro__[1:]):
+        if dataclasses.is_dataclass(base):
+            found |= arguments(inspect.cleandoc(base.__doc__ or "").split("\n"))
+    inherited = [line for name, text in found.items() if name not in own for line in text]
+    if not inherited:
+        return lines
+    if "Args:" in lines:
+        start = lines.index("Args:") + 1
+        return [*lines[:start], *inherited, *lines[start:]]
+    return [lines[0], "", "Args:", *inherited, *lines[1:]]
+
+
+def arguments(lines: list[str]) -> Iterator[tuple[str, list[str]]]:
+    """Yield the names and the lines of what a docstring lists under Args."""
+    inside, name, text = False, "", []
+    for line in [*lines, "end"]:
+        match = ARGUMENT.match(line)
+        if name and (match or not line.startswith("     ")):
+            yield name, text
+            name = ""
+        if line and not line.startswith(" "):
+            inside = line == "Args:"
+        elif inside and match:
+            name, text = match[1], [line]
+        elif name:
+            text.append(line)
+
+
 def read(app: Any, kind: str, name: str, obj: object, options: Any, lines: list[str]) -> None:
     """Change a docstring in place, before napoleon reads its sections."""
-    package = "torch_ref" if name.startswith("torch_ref") else "flax_attn"
-    text = "\n".join(formulas(lines))
+    text = "\n".join(formulas(complete(obj, lines)))
     # Code inside literal blocks and examples has no backticks, so the whole text can be changed at
     # once.
-    lines[:] = code(text, package, name).split("\n")
+    lines[:] = code(text, name).split("\n")
     if kind in ("attribute", "property"):
         # A comment: in the first line napoleon would take all before a colon for a type.
         lines[:0] = "..", ""
@@ -110,8 +147,25 @@ def sign(kind: str, obj: Any) -> tuple[str, str] | None:
     if first and first[0].arg in ("self", "cls"):
         first.pop(0)
         function.args.posonlyargs, function.args.args = [], first
+    spell_options(function.args, obj.__globals__)
     returned = ast.unparse(function.returns) if function.returns and kind != "class" else ""
     return f"({ast.unparse(function.args)})", returned
+
+
+def spell_options(signature: ast.arguments, names: dict[str, Any]) -> None:
+    """Write the keywords of `**options: Unpack[Options]` out, where `Options` is a TypedDict."""
+    kwarg = signature.kwarg
+    written = ast.unparse(kwarg.annotation) if kwarg and kwarg.annotation else ""
+    if not written.startswith("Unpack["):
+        return
+    options = names[written[len("Unpack[") : -1]]
+    body = ast.parse(textwrap.dedent(inspect.getsource(options))).body[0]
+    for node in ast.walk(body):
+        if isinstance(node, ast.AnnAssign):
+            signature.kwonlyargs.append(ast.arg(ast.unparse(node.target), node.annotation))
+            # A keyword that may be left out: what it is then, the described function says.
+            signature.kw_defaults.append(ast.Constant(...))
+    signature.kwarg = None
 
 
 class Types(SphinxTransform):
@@ -121,10 +175,9 @@ class Types(SphinxTransform):
 
     def apply(self, **kwargs: Any) -> None:
         """Change the document."""
-        package = "torch_ref" if self.env.docname.endswith("torch_ref") else "flax_attn"
         for node in list(self.document.findall(addnodes.pending_xref)):
             if node["refdomain"] == "py" and node["reftype"] in ("class", "exc"):
-                target = public_name(node["reftarget"], package)
+                target = public_name(node["reftarget"])
                 if target:
                     node["refspecific"], node["reftarget"] = False, target
                 else:

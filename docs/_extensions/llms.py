@@ -19,6 +19,7 @@ from sphinx.addnodes import toctree
 FRONT_MATTER = re.compile(r"\A---\n.*?\n---\n+", re.DOTALL)
 TOCTREE = re.compile(r"```{toctree}\n.*?```\n*", re.DOTALL)
 INCLUDE = re.compile(r"```{include} (\S+)\n.*?```\n", re.DOTALL)
+LONG = re.compile(r"(?:^\|.*\n){40,}", re.MULTILINE)
 SYMBOLS = re.compile(r"```{symbols}\n(.*?)```\n", re.DOTALL)
 
 
@@ -27,6 +28,26 @@ def markdown(source: Path) -> str:
     text = TOCTREE.sub("", FRONT_MATTER.sub("", source.read_text()))
     text = INCLUDE.sub(lambda match: (source.parent / match[1]).read_text(), text)
     return SYMBOLS.sub(lambda match: "\n".join(map(_entry, match[1].split())), text).strip() + "\n"
+
+
+def shortened(name: str, text: str) -> str:
+    r"""Return a page with the beginning of each long table, and where all of it is.
+
+    Example:
+        >>> rows = "| a |\n| --- |\n" + "| 1 |\n" * 50
+        >>> print(shortened("field", rows))
+        | a |
+        | --- |
+        | 1 |
+        49 more rows are in field.md.
+        <BLANKLINE>
+    """
+
+    def one(match: re.Match[str]) -> str:
+        lines = match[0].splitlines(keepends=True)
+        return f"{''.join(lines[:3])}{len(lines) - 3} more rows are in {name}.md.\n"
+
+    return LONG.sub(one, text)
 
 
 def _entry(name: str) -> str:
@@ -80,7 +101,8 @@ def write(app: Any, exception: Exception | None) -> None:
     for name, text in texts.items():
         (app.outdir / f"{name}.md").write_text(text)
     (app.outdir / "llms.txt").write_text("\n".join(listed(app.env, root)))
-    (app.outdir / "llms-full.txt").write_text("\n\n".join(texts.values()))
+    whole = (shortened(name, text) for name, text in texts.items())
+    (app.outdir / "llms-full.txt").write_text("\n\n".join(whole))
 
 
 def setup(app: Any) -> dict[str, bool]:

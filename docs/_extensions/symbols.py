@@ -29,7 +29,7 @@ def is_data(found: object) -> bool:
 def docstring(name: str) -> str:
     """Return the docstring of a class or function, or the comment `#:` above data."""
     if not is_data(found := find(name)):
-        return inspect.getdoc(found) or ""
+        return "\n".join(docstrings.complete(found, (inspect.getdoc(found) or "").split("\n")))
     module, _, attribute = name.rpartition(".")
     comments = ModuleAnalyzer.for_module(_defined_in(module, attribute)).find_attr_docs()
     return "\n".join(comments.get(("", attribute), ())).strip()
@@ -51,7 +51,7 @@ def page(names: list[str]) -> Iterator[str]:
     """Yield the lines of a table and of the entries, as reStructuredText."""
     yield from (".. list-table::", "   :class: symbols", "")
     for name in names:
-        line = docstrings.code(docstring(name).split("\n")[0], name.partition(".")[0], name)
+        line = docstrings.code(docstring(name).split("\n")[0], name)
         yield from (f"   * - :py:obj:`~{name}`", f"     - {line}")
     yield ""
     for name in names:
@@ -62,12 +62,15 @@ def _entry(name: str) -> Iterator[str]:
     found = find(name)
     if is_data(found):
         yield from (f".. py:data:: {name}", "")
-        text = docstrings.code(docstring(name), name.partition(".")[0], name)
+        text = docstrings.code(docstring(name), name)
         yield from (f"   {line}" for line in text.split("\n"))
         if isinstance(found, Mapping):
             yield from ("", "   Its names: " + ", ".join(f"``{key}``" for key in found) + ".")
     elif inspect.isclass(found):
-        yield from (f".. autoclass:: {name}", "   :members:", "   :member-order: bysource", "")
+        yield from (f".. autoclass:: {name}", "   :members:", "   :member-order: bysource")
+        hidden = docstrings.HIDDEN.get(name)
+        yield from ([f"   :exclude-members: {', '.join(hidden)}"] if hidden else [])
+        yield ""
         yield from (f"   .. automethod:: {name}.{call}" for call in _calls(found))
     else:
         yield f".. autofunction:: {name}"

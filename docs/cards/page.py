@@ -60,12 +60,12 @@ def facts_of(
 ) -> Iterable[tuple[str, str]]:
     """Return what is listed below an example: names and texts."""
     yield "API", ", ".join(f"{{py:obj}}`~flax_attn.{name.split('.')[0]}`" for name in card.shows)
-    yield "In PyTorch", f"`{card.equals}`: error {outcome.error:.1e}, rule {tolerance.FORWARD:.0e}"
+    yield "In PyTorch", f"`{card.equals}`: error {outcome.error:.1e}, limit {tolerance.FORWARD:.0e}"
     if card.proof:
         proven = worst(card.proof, rows)
         errors = ", ".join(f"{check} {error:.1e}" for check, error in proven.errors.items())
         names = ", ".join(f"`{name}`" for name in card.proof)
-        yield "Proven as", f"{names}: {errors}; margin {proven.margin:g}x"
+        yield "Tested as", f"{names}: {errors}, margin {proven.margin:g}x"
     yield "From", "; ".join(map(linked, card.references))
 
 

@@ -22,7 +22,7 @@ class Backend:
             formula, by `flax_attn.backends.derivatives`.
         in_parts: whether it computes the softmax over a part of the keys, with `forward` and
             `backward`.
-        nonfinite: how numbers that are not finite reach the rows that see them and no others, for
+        nonfinite: how numbers that are not finite only reach the rows that see them, for
             the documentation.
         source: source of the kernel, for the documentation.
         structure: masks that it takes without an array over all queries and keys, for the

@@ -43,7 +43,7 @@ class Unsupported(ValueError):  # noqa: N818 (a refusal, not an error of the lib
         ...     dot_product_attention(x, x, x, backend="splash")
         ... except Unsupported as refusal:
         ...     print(str(refusal)[:41])
-        backend 'splash' cannot honour this call:
+        backend 'splash' does not support this call:
     """
 
 
@@ -119,7 +119,7 @@ class Call:
 
     @property
     def options(self) -> dict[str, Any]:
-        """The options that are given, by name: what a backend has to honour or to refuse."""
+        """The options that are given, by name: what a backend has to support or to refuse."""
         found = {name: getattr(self, name) for name in OPTIONS if name != ARRAY_SCALE}
         if not isinstance(self.scale, Real):
             found[ARRAY_SCALE] = self.scale

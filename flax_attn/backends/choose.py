@@ -19,7 +19,7 @@ def choose(call: Call, backend: str = "auto") -> Backend:
     """Return the backend that runs the call.
 
     Raises:
-        Unsupported: if a backend that is asked for by name cannot honour the call.
+        Unsupported: if a backend that is asked for by name does not support the call.
         ValueError: if there is no backend of that name.
     """
     check_backend(backend)
@@ -28,7 +28,7 @@ def choose(call: Call, backend: str = "auto") -> Backend:
     reason = refusal(load(backend), call)
     if reason is not None:
         raise Unsupported(
-            f'backend {backend!r} cannot honour this call: {reason}. With backend="auto"'
+            f'backend {backend!r} does not support this call: {reason}. With backend="auto"'
             f" {_best(call).name} runs it"
         )
     return load(backend)

@@ -1,4 +1,4 @@
-"""Numbers that are not finite, around a kernel: they reach the rows that see them, and no others.
+"""Numbers that are not finite, around a kernel: they only reach the rows that see them.
 
 A kernel multiplies hidden keys and values by zero, and 0 * NaN is NaN. There are two strategies:
 

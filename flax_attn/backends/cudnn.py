@@ -38,7 +38,7 @@ class CuDNN(Backend):
         return True
 
     def refuse(self, call: Call) -> str | None:
-        """Return why cuDNN cannot honour the call, or None."""
+        """Return why cuDNN does not support the call, or None."""
         capability = compute_capability()
         here = asked_chip() is None
         if here and not any(find_spec(f"jax_cuda{major}_plugin") for major in (12, 13)):

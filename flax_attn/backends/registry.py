@@ -38,44 +38,47 @@ def load(name: str) -> Backend:
     return import_module(f"flax_attn.backends.{name}").BACKEND
 
 
+_SHOWN = {"cpu": "CPU", "gpu": "GPU", "tpu": "TPU"}
+
+
 def markdown_table() -> str:
-    """Return the backends as a table in Markdown, for the documentation.
+    """Return what each backend supports as Markdown, for the documentation.
 
     Example:
-        >>> print(markdown_table().splitlines()[0])
-        | backend | runs on | what it is | source | masks kept as structure | numbers that are not \
-finite | refuses |
+        >>> print(markdown_table().splitlines()[3])
+        | GPU | - | yes | yes | yes | - | yes | yes | yes |
     """
-    heading = (
-        "backend",
-        "runs on",
-        "what it is",
-        "source",
-        "masks kept as structure",
-        "numbers that are not finite",
-        "refuses",
-    )
-    rows = [heading, ("---",) * len(heading), *(_row(load(name)) for name in BACKENDS)]
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    backends = [load(name) for name in BACKENDS]
+    features = [_supported(backend) for backend in backends]
+    lines = [["", *(f"`{backend.name}`" for backend in backends)], ["---"] * (len(backends) + 1)]
+    for feature in features[0]:
+        marks = ["yes" if supported[feature] else "-" for supported in features]
+        lines.append([feature, *marks])
+    table = (f"| {' | '.join(line)} |".replace("|  |", "| |") for line in lines)
+    return "\n".join([*table, "", *map(_described, backends)])
 
 
-def _row(backend: Backend) -> tuple[str, ...]:
-    where = (
-        "everywhere"
-        if backend.platforms is None
-        else ", ".join(p.upper() for p in backend.platforms)
-    )
-    summary = (import_module(type(backend).__module__).__doc__ or "").partition("\n")[0].rstrip(".")
-    dtypes = [dtype for dtype in DTYPES if dtype not in backend.dtypes]
-    options = [f"`{option}`" for option in OPTIONS if option not in backend.honours]
-    others = [backend.limits] if backend.limits else []
-    limits = ", ".join([*dtypes, *options, *others]) or "nothing"
-    return (
-        f"`{backend.name}`",
-        where,
-        summary,
-        backend.source,
-        backend.structure,
-        backend.nonfinite,
-        limits,
-    )
+def _supported(backend: Backend) -> dict[str, bool]:
+    """Return the platforms, dtypes and options, and whether a backend supports each."""
+    found = {}
+    for platform, shown in _SHOWN.items():
+        found[shown] = backend.platforms is None or platform in backend.platforms
+    for dtype in DTYPES:
+        found[dtype] = dtype in backend.dtypes
+    for option in OPTIONS:
+        found[f"`{option}`"] = option in backend.honours
+    return found
+
+
+def _described(backend: Backend) -> str:
+    """Return what a table of features cannot hold, as an item of a list."""
+    about = import_module(type(backend).__module__).__doc__ or ""
+    summary = about.partition("\n")[0].rstrip(".")
+    lines = [
+        f"- **`{backend.name}`** ({backend.source}): {summary}",
+        f"  - masks that stay structure: {backend.structure}",
+        f"  - NaN and infinity: {backend.nonfinite}",
+    ]
+    if backend.limits:
+        lines.append(f"  - also refused: {backend.limits}")
+    return "\n".join(lines)

@@ -36,7 +36,7 @@ class Tokamax(Backend):
     limits = "before Hopper a soft cap, no rows or queries"
 
     def refuse(self, call: Call) -> str | None:
-        """Return why tokamax cannot honour the call, or None."""
+        """Return why tokamax does not support the call, or None."""
         if not find_spec("tokamax"):
             return "tokamax is not installed: pip install tokamax (Python 3.12 or newer)"
         if call.soft_cap is not None and implementation() == "triton":

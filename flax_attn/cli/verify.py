@@ -1,4 +1,4 @@
-"""`flax-attn verify`: whether what a report claims stands on other seeds and shapes."""
+"""`flax-attn verify`: whether what a report claims holds on other seeds and shapes."""
 
 from __future__ import annotations
 

@@ -25,9 +25,9 @@ class Rule:
 
     A name matches under any prefix, and `{a}` matches any one part of a dotted name; both are
     carried over. `Rule(("{name}",), "{name}")` keeps every name, `Rule(("blocks.{i}.norm.scale",),
-    "layer.{i}.ln.weight")` renames in every block. Where `*` stands in their name for a number, the
-    entry is stored in pieces, one for each index of its first axis: `Rule(("experts.W_up.kernel",),
-    "experts.*.up.weight", "e i o -> e o i")`.
+    "layer.{i}.ln.weight")` renames in every block. If `*` takes the place of a number in
+    their name, the entry is stored in pieces, one for each index of its first axis:
+    `Rule(("experts.W_up.kernel",), "experts.*.up.weight", "e i o -> e o i")`.
 
     Args:
         ours: names of parameters under one prefix.

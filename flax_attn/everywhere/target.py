@@ -15,7 +15,7 @@ from packaging.specifiers import SpecifierSet
 class LeftAlone(Exception):  # noqa: N818 (a decision, not an error)
     """Raised by a replacement, before any work, for a call that the original is to compute.
 
-    Its message is the reason, as it stands in the report.
+    Its message is the reason, as the report has it.
     """
 
 

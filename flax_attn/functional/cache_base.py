@@ -31,7 +31,7 @@ class Cache:
     Each row of the batch has its own number of tokens.
 
     A kind of cache is a frozen dataclass. It is a pytree of fixed shapes: its fields are arrays,
-    but for those that `static` names and for a length that is an integer.
+    except those that `static` names and a length that is an integer.
 
     Attributes:
         length: how many tokens of each row were cached, `(b,)`; -1 in a row that is invalid. An

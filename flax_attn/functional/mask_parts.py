@@ -1,6 +1,6 @@
 """The conditions that masks are made of, decided from the indices of queries and keys alone.
 
-`True` means attend, everywhere. Query `i` stands at position `offset + i`, key `j` at position `j`.
+`True` means attend, everywhere. Query `i` has position `offset + i`, key `j` has position `j`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from flax_attn.functional.mask_part import Count, IntervalPart, MaskPart, of_ran
 
 @dataclass(frozen=True)
 class Positioned(MaskPart):
-    """A part in which query `i` stands at `offset + i`."""
+    """A part in which query `i` has position `offset + i`."""
 
     offset: Count | None = field(default=None, kw_only=True)
 

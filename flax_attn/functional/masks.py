@@ -1,7 +1,7 @@
 """Masks as data: which query may see which key, kept as structure and not as a matrix.
 
 A `Mask` is a conjunction of parts, so any block of a mask can be made without the whole. `True`
-means attend, everywhere. Query `i` stands at position `offset + i`, key `j` at position `j`.
+means attend, everywhere. Query `i` has position `offset + i`, key `j` has position `j`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Non-finite handling: NaN and infinity reach the rows that may see them, as NaN, and no others.
+"""Non-finite handling: NaN and infinity only reach the rows that may see them, as NaN.
 
 A weight of zero does not keep NaN out, since 0 * NaN is NaN. So the formula is computed with zeros
 in the place of tokens that are not finite, and the rows that may see such a token are made NaN.

@@ -109,7 +109,7 @@ def t5_buckets(
     Small distances have a bucket each, larger ones share ever wider buckets. Of the `m` buckets of
     a direction, half of `num_buckets` or all, distances `d` below `e = m // 2` have one each; the
     others are `e + floor((m - e) * log(d / e) / log(max_distance / e))`, at most `m - 1`. Without
-    `bidirectional` keys after the query stand at distance 0. Computed with integers alone, so the
+    `bidirectional` keys after the query have distance 0. Computed with integers alone, so the
     same on every device.
 
     Raises:
@@ -127,7 +127,7 @@ def t5_buckets(
     offsets = _offsets(query_positions, key_positions)
     one_way = num_buckets // 2 if bidirectional else num_buckets
     starts = jnp.asarray(bucket_starts(one_way, max_distance), offsets.dtype)
-    # In one direction, keys after the query stand at distance 0.
+    # In one direction, keys after the query have distance 0.
     distances = jnp.abs(offsets) if bidirectional else jnp.maximum(-offsets, 0)
     # Compared with all starts at once: a binary search is a loop.
     buckets = jnp.searchsorted(starts, distances, side="right", method="compare_all")

@@ -1,4 +1,4 @@
-"""Where the tokens of one part of a sequence stand in the whole of it.
+"""Where the tokens of one part of a sequence are in the whole of it.
 
 Only in flax_attn: torch_ref runs on one device.
 """

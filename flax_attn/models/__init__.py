@@ -1,6 +1,6 @@
 """Whole models, by family: their checkpoints, and text from them.
 
-What this package exports stands in `__init__.pyi`: a family is imported where it is first used.
+What this package exports is in `__init__.pyi`: a family is imported where it is first used.
 """
 
 import lazy_loader

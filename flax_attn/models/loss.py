@@ -35,7 +35,7 @@ def next_token_loss(
     of the size of all tokens times the vocabulary is stored. Sums are taken in at least float32.
 
     Under `flax_attn.sharding.context_parallel(order="zigzag")` tokens, positions and targets are
-    put in zigzag order here, once for all layers: the tokens that are given stand in their own
+    put in zigzag order here, once for all layers: the tokens that are given are in their own
     order.
 
     Args:

@@ -92,7 +92,7 @@ class ModernBert(TextEncoder[ModernBertConfig]):
         self.drop_emb = Dropout(config.dropout, rngs=rngs)
 
     def block(self, layer: int, backend: str, **numerics: Any) -> TransformerBlock:
-        """Return a block: norms before attention and feed-forward, but for the first attention."""
+        """Return a block: norms before attention and feed-forward, except the first attention."""
         config = self.config
         sizes = config.d_model, config.d_hidden
         feed_forward = GatedFeedForward(*sizes, config.activation, config.ff_bias, **numerics)

@@ -1,4 +1,4 @@
-"""The product of tokens with a matrix, in the form that a CPU computes quickest.
+"""The product of tokens with a matrix, in the form that a CPU computes fastest.
 
 Only in flax_attn: it works around limits of XLA, and of how JAX differentiates a product.
 """

@@ -69,7 +69,7 @@ def export_checks() -> list[jax.export.DisabledSafetyCheck]:
 
 
 def levels() -> list[str]:
-    """Return the instruction levels of this processor, quickest first; the first is the default."""
+    """Return the instruction levels of this processor, fastest first; the first is the default."""
     loaded = library()
     names = []
     # The library returns null behind the last one.

@@ -134,7 +134,7 @@ def _put(array: Any, where: NamedSharding) -> Any:
 def create(build: Callable[..., M], mesh: Any, *modules: nnx.Pytree) -> M:
     """Return `build(*modules)` with its arrays made in place on a mesh.
 
-    No array is ever whole on one device, but for those of which it warns, as `shard` does.
+    No array is ever whole on one device, except those of which it warns, as `shard` does.
 
     Args:
         build: function that makes a model or an optimizer.

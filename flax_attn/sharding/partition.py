@@ -169,8 +169,8 @@ def _with_strategy(division: Division, call: Call, backend: str) -> Division:
             )
     if strategy in _IN_PIECES and not _in_parts(backend):
         raise Unsupported(
-            f"backend {backend!r} cannot honour this call: strategy {strategy!r} attends to parts"
-            f' of the keys, which {backend} does not. Pass backend="auto", or'
+            f"backend {backend!r} does not support this call: strategy {strategy!r} attends to"
+            f' parts of the keys, which {backend} does not. Pass backend="auto", or'
             ' strategy="all_gather"'
         )
     return replace(

@@ -1,6 +1,6 @@
 """Training of language models: a step, low-precision parameters, and exactly resumed checkpoints.
 
-What this package exports stands in `__init__.pyi`: Orbax is imported where checkpoints are used.
+What this package exports is in `__init__.pyi`: Orbax is imported where checkpoints are used.
 """
 
 import lazy_loader

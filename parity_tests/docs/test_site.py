@@ -1,5 +1,6 @@
 """What docs/_extensions make of a page, and what docs/look.py finds on one."""
 
+import inspect
 import subprocess
 import sys
 from pathlib import Path
@@ -99,14 +100,16 @@ def test_numbers_and_formulas_and_lists_for_language_models(build):
 def test_code_is_linked_where_it_is_public():
     from docstrings import code
 
-    text = code("`Mask`s, `t`, `Mask.causal` and `compare()`", "flax_attn", "flax_attn.Scores")
+    text = code("`Mask`s, `t`, `Mask.causal` and `compare()`", "flax_attn.Scores")
     links = (
         ":py:obj:`Mask <flax_attn.Mask>`\\ s",
         "``t``",
         ":py:obj:`Mask.causal <flax_attn.Mask.causal>`",
     )
     assert text == f"{', '.join(links)} and :py:obj:`compare() <flax_attn.parity.compare>`"
-    assert code("`Mask`, `compare`", "torch_ref", "torch_ref.Mask") == "``Mask``, ``compare``"
+    assert code("`Mask`", "flax_attn.Mask") == "``Mask``"
+    # What only backends call is on no page.
+    assert code("`Mask.kv_range`", "flax_attn.Scores") == "``Mask.kv_range``"
 
 
 def test_formulas_are_told_from_sections():
@@ -131,12 +134,39 @@ def test_signatures_are_those_of_the_source():
     assert arguments.startswith("(d_model: int, ")
     assert returned == ""
     assert sign("function", flax_attn.alibi_slopes)[1] == "np.ndarray"
+    # The keywords of a TypedDict are written out.
+    called, _ = sign("function", flax_attn.attend_one_head)
+    assert "scale: float | None=..., soft_cap: float | None=..., " in called
+    assert "**options" not in called
+
+
+def test_inherited_arguments_are_described_before_those_of_the_class():
+    from symbols import docstring
+
+    import flax_attn
+    from flax_attn.parity import Report
+
+    text = docstring("flax_attn.LlamaConfig")
+    assert text.index("    d_model: width of the tokens.") < text.index("    attention_bias: ")
+    assert text.count("    num_kv_heads: ") == 1
+    assert "    checks: checks in the order" in docstring("flax_attn.parity.Report")
+    assert "checks" not in (Report.__doc__ or "").split("Example:")[0]
+    assert docstring("flax_attn.RMSNorm") == inspect.getdoc(flax_attn.RMSNorm)
+
+
+def test_a_long_table_is_shortened_for_language_models():
+    from llms import shortened
+
+    table = "| a |\n| --- |\n" + "| 1 |\n" * 50
+    assert shortened("field", f"Before.\n\n{table}\nAfter.\n") == (
+        "Before.\n\n| a |\n| --- |\n| 1 |\n49 more rows are in field.md.\n\nAfter.\n"
+    )
+    short = "| a |\n| --- |\n| 1 |\n"
+    assert shortened("field", short) == short
 
 
 def test_every_example_is_shown():
-    shown = "".join(
-        (ROOT / "docs" / name).read_text() for name in ("examples.md", "migrate.md", "validate.md")
-    )
+    shown = "".join(path.read_text() for path in (ROOT / "docs").glob("*.md"))
     assert [name for name in EXAMPLES if f"../examples/{name}" not in shown] == []
 
 
@@ -171,6 +201,40 @@ def test_a_look_finds_what_is_wrong(html, found, look, tmp_path, capsys):
     assert look() == bool(found)
     assert found in capsys.readouterr().out
     assert len(list((tmp_path / "pictures").iterdir())) == 4
+
+
+FIELD = """<input type="search" id="field-search"> <span id="field-count"></span>
+<section id="every-port"><h2>Every port</h2>
+<section><h3>lib 1.0</h3><table><tbody><tr><td>A</td><td>equal</td></tr>
+<tr><td>B</td><td>different</td></tr></tbody></table></section>
+<section><h3>other 2.0</h3><table><tbody><tr><td>C</td><td>equal</td></tr></tbody></table></section>
+</section><script src="site.js"></script>"""
+
+
+@pytest.mark.parametrize(("words", "seen", "count"), [
+    ("equal", ["A", "C"], "2 of 3"), ("lib EQUAL", ["A"], "1 of 3"), ("nothing", [], "0 of 3"),
+    ("", ["A", "B", "C"], "3 of 3"),
+])  # fmt: skip
+def test_the_table_of_ports_can_be_searched(words, seen, count, tmp_path):
+    look = pytest.importorskip("look")
+    if not look.browser():
+        pytest.skip("no browser")
+    (tmp_path / "field.html").write_text(GOOD.format(FIELD))
+    (tmp_path / "site.js").write_text((ROOT / "docs" / "_static" / "site.js").read_text())
+    with look.served(tmp_path) as address, look.sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path=look.browser(), args=["--no-sandbox"])
+        page = chromium.new_page()
+        page.goto(f"{address}/field.html")
+        page.fill("#field-search", "changed")
+        page.fill("#field-search", words)
+        cells = page.locator("#every-port tr td:first-child")
+        shown = [cell.inner_text() for cell in cells.all() if cell.is_visible()]
+        assert shown == seen
+        assert page.locator("#field-count").inner_text() == count
+        headings = page.locator("#every-port h3")
+        libraries = [heading.inner_text() for heading in headings.all() if heading.is_visible()]
+        assert ("lib 1.0" in libraries) == ("A" in seen or "B" in seen)
+        chromium.close()
 
 
 def test_the_page_of_a_comparison_passes(look, tmp_path, capsys):

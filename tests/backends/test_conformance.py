@@ -250,7 +250,7 @@ def test_equals_the_reference(run, case, on):
 def test_refuses_by_name_what_it_cannot_honour(run, case, on):
     on(run.platform, case.tiles)
     refused = pytest.raises(
-        Unsupported, match=f"^backend '{run.backend}' cannot honour this call: "
+        Unsupported, match=f"^backend '{run.backend}' does not support this call: "
     )
     with jax.enable_x64(run.dtype == "float64"), refused as refusal:
         arrays = {name: jnp.asarray(x).astype(run.dtype) for name, x in case.arrays.items()}

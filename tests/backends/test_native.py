@@ -73,7 +73,7 @@ def test_is_as_near_the_truth_in_a_lower_dtype(run, case):
 @pairs(FLOAT32, refused=True)
 def test_refuses_by_name_what_it_cannot_honour(run, case):
     with pytest.raises(
-        Unsupported, match=r"^backend 'native' cannot honour this call: "
+        Unsupported, match=r"^backend 'native' does not support this call: "
     ) as refusal:
         results(case, run.backend, run.dtype)
     assert any(phrase in str(refusal.value) for phrase in run.phrases(case))
@@ -413,7 +413,7 @@ def test_without_the_library_the_others_run_and_explain_says_how_to_get_it(
         "takes a C++ compiler when flax_attn is installed: install one" in found.refusals["native"]
     )
     with pytest.raises(
-        Unsupported, match="backend 'native' cannot honour this call: its library was not built"
+        Unsupported, match="backend 'native' does not support this call: its library was not built"
     ):
         attend(arrays(t, s))
 

@@ -84,7 +84,7 @@ def test_gpt2_attention_takes_a_backend():
 
 
 def test_a_refusal_reaches_the_caller_of_a_module(variants):
-    with pytest.raises(flax_attn.Unsupported, match="backend 'splash' cannot honour this call"):
+    with pytest.raises(flax_attn.Unsupported, match="backend 'splash' does not support this call"):
         variants["multi_head_gqa"].build(backend="splash")(*variants["multi_head_gqa"].inputs())
 
 

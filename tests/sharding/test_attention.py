@@ -337,7 +337,7 @@ def test_what_does_not_divide_is_said_with_the_remedy(name, mesh_like):
 
 
 def test_a_backend_that_needs_all_keys_refuses_a_part(mesh_like):
-    message = "'reference' cannot honour this call: strategy 'ring' attends to parts of the"
+    message = "'reference' does not support this call: strategy 'ring' attends to parts of the"
     mesh = mesh_like(context=4)
     with jax.set_mesh(mesh), context_parallel("ring"), pytest.raises(Unsupported, match=message):
         dot_product_attention(**arrays_of(64), mask=Mask.causal(), backend="reference")

@@ -29,7 +29,7 @@ class Cache:
 
     Each row of the batch has its own number of tokens.
 
-    A kind of cache is a frozen dataclass. Its fields are tensors, but for those that `static` names
+    A kind of cache is a frozen dataclass. Its fields are tensors, except those that `static` names
     and for a length that is an integer.
 
     Attributes:

@@ -1,6 +1,6 @@
 """The conditions that masks are made of, decided from the indices of queries and keys alone.
 
-`True` means attend, everywhere. Query `i` stands at position `offset + i`, key `j` at position `j`.
+`True` means attend, everywhere. Query `i` has position `offset + i`, key `j` has position `j`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _INT64 = torch.iinfo(torch.int64)
 
 @dataclass(frozen=True)
 class Positioned(MaskPart):
-    """A part in which query `i` stands at `offset + i`."""
+    """A part in which query `i` has position `offset + i`."""
 
     offset: Count | None = field(default=None, kw_only=True)
 

@@ -41,7 +41,7 @@ def reference_attention(
 
     All arithmetic is in the dtype of the inputs, but at least float32. A row that may see nothing
     gives zeros with zero gradient. A number in query, key or value that is not finite reaches the
-    rows that may see it, as NaN, and no others.
+    rows that may see it, as NaN, and only these.
 
     Shapes:
         query `(b, t, n, h)`, key `(b, s, k, h)`, value `(b, s, k, v)` with k dividing n.

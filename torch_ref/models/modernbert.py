@@ -44,7 +44,7 @@ class ModernBert(TextEncoder[ModernBertConfig]):
         self.drop_emb = Dropout(config.dropout)
 
     def block(self, layer: int, backend: str) -> TransformerBlock:
-        """Return a block: norms before attention and feed-forward, but for the first attention."""
+        """Return a block: norms before attention and feed-forward, except the first attention."""
         config = self.config
         feed_forward = GatedFeedForward(
             config.d_model, config.d_hidden, config.activation, config.ff_bias

@@ -153,7 +153,7 @@ def _operands(call: Call) -> tuple[list[Array], list[Array]]:
 
     They are query, key, value, sinks, the first key that each query may see and the one after the
     last, and the segments of queries and keys; none are of size 0. A dense mask, if there is one,
-    stands behind all others, and by itself here.
+    comes after all others, and by itself here.
     """
     b, _, t, s = call.shape
     sinks = jnp.zeros(0, jnp.float32) if call.sinks is None else _bounded(call.sinks)

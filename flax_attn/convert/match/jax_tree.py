@@ -25,7 +25,7 @@ ATTENTION = {"query", "key", "value", "out"}
 
 
 def jax_tree(module: Any, without: Collection[str] = ()) -> Group:
-    """Return the layers of a JAX model, but for the tensors of these names."""
+    """Return the layers of a JAX model, except the tensors of these names."""
     return simplify(_grow(_branch(module, without), ()))
 
 

@@ -20,7 +20,7 @@ def is_torch_module(module: Any) -> bool:
 
 
 def torch_tree(module: Any, without: Collection[str] = (), split: bool = True) -> Group:
-    """Return the layers of a PyTorch model, but for the tensors of these names.
+    """Return the layers of a PyTorch model, except the tensors of these names.
 
     Args:
         module: the model.
@@ -37,7 +37,7 @@ def state_names(module: Any) -> tuple[str, ...]:
 
 
 def _branch(module: Any, prefix: str, names: dict[int, str], without: Collection[str]) -> Branch:
-    """Return the branch of a module, but for the tensors that are left out."""
+    """Return the branch of a module, except the tensors that are left out."""
     own = _parameters(module, names) | _statistics(module, prefix)
     tensors = {name: tensor for name, tensor in own.items() if tensor.name not in without}
     branches = {}

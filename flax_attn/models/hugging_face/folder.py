@@ -190,7 +190,7 @@ def _check_quantized(weights: str, mesh: Mesh | None, scan_layers: bool) -> None
 def read_config(cls: type, family: Family, fields: Fields, dropout: float | None = None) -> object:
     """Return the config of a model of `cls`; `dropout` replaces that of the file unless it is None.
 
-    Files of transformers 4 and 5 are read. Every field that changes the function is honoured or
+    Files of transformers 4 and 5 are read. Every field that changes the function is supported or
     refused.
 
     Raises:

@@ -113,7 +113,7 @@ def short(report: Findings, console: Console, lines: int = LINES) -> str:
 
 
 def notes(reports: Sequence[Findings]) -> list[str]:
-    """Return a line for every report with gradients that are zero but for rounding."""
+    """Return a line for every report with gradients that are zero except for rounding."""
     found = [(report.name, report.check("gradients")) for report in reports]
     return [f"{name}: {check.note}" for name, check in found if check is not None and check.note]
 

@@ -113,7 +113,7 @@ class Numbers:
 
 
 def same_array(one: np.ndarray, other: np.ndarray) -> bool:
-    """Whether two arrays hold the same numbers at the same places, but for axes of size 1."""
+    """Whether two arrays hold the same numbers at the same places, except for axes of size 1."""
     if one.size != other.size:
         return False
     first, second = np.squeeze(one), np.squeeze(other)

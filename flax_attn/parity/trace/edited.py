@@ -69,7 +69,7 @@ class Trace:
 
     @cached_property
     def operations(self) -> dict[OperationName, tuple[Path, Operation]]:
-        """The operations that stand in a line of the user's."""
+        """The operations of a line of the user's."""
         found: dict[OperationName, tuple[Path, Operation]] = {}
         counts: Counter[tuple[str, Place]] = Counter()
         for path, operation, place in _walk(self.closed.jaxpr, (), Scope(), False):

@@ -46,7 +46,7 @@ class Equation:
 
     @property
     def place(self) -> Place | None:
-        """The line of source; None where it stands in libraries alone."""
+        """The line of source; None where only libraries have it."""
         return place_of(jaxprs.frames_of(self.source))
 
     def bind(self, operands: Sequence[Any], single: bool) -> Sequence[Any]:

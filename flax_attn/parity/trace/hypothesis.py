@@ -18,7 +18,7 @@ class Side:
 
     Args:
         value: what differs, in plain notation; empty where this side has nothing.
-        expression: the whole expression that it stands in, over values that both sides have.
+        expression: the whole expression that it is in, over values that both sides have.
         places: lines of source of what differs, the innermost first.
     """
 
@@ -59,7 +59,7 @@ class Hypothesis:
         also: paths of other submodules with the same difference.
         note: how the order of JAX's numbers differs from PyTorch's, in words; empty where it does
             not.
-        backward: whether it stands in the backward pass, where a name is that of a gradient.
+        backward: whether it is in the backward pass, where a name is that of a gradient.
     """
 
     node: str

@@ -85,7 +85,7 @@ def steps(alignment: Alignment, top: Node, ours: bool) -> list[Node]:
 
 
 def _anchored(alignment: Alignment, node: Node, ours: bool) -> bool:
-    """Whether the other side has a value in the same order, but for the order of its axes."""
+    """Whether the other side has a value in the same order, except for the order of its axes."""
     if node.constant:
         return True
     if node.operation in MOVING:
@@ -174,7 +174,7 @@ def _permutations(array: np.ndarray) -> Iterator[tuple[int, ...]]:
 
 
 def _index_map(flax: np.ndarray, torch: np.ndarray) -> list[np.ndarray] | None:
-    """Return for each axis where each number of one array stands in the other."""
+    """Return for each axis where each number of one array is in the other."""
     if flax.shape != torch.shape or len(np.unique(torch)) != torch.size:
         return None
     from_flax = np.argsort(flax.reshape(-1), kind="stable")

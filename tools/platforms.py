@@ -1,0 +1,113 @@
+"""Write the table of platforms: python -m tools.platforms [--check].
+
+It says of each backend where it was run, interpreted, compiled and measured, and stands in the
+README and on two pages. What was compiled follows from what `make tpu` and `make gpu` compile. With
+`--check` nothing is written, and it exits with 1 if a table is out of date.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from flax_attn.aot.gpu import GPUS
+from flax_attn.backends.registry import BACKENDS, load
+from flax_attn.convert.replacing import replacing
+from tools.aot import gpu, models, tpu
+from tools.tables import between_markers, markdown
+
+ROOT = Path(__file__).parents[1]
+FILES = ("README.md", "docs/index.md", "docs/accelerators.md")
+PLATFORMS = {"cpu": "CPU", "gpu": "NVIDIA GPU", "tpu": "TPU"}
+# The tests that run kernels for an accelerator in Pallas's interpreter.
+INTERPRETED = {
+    "fused": "tests/backends/test_fused.py",
+    "splash": "tests/backends/test_splash.py",
+}
+# The tables of docs/performance.md have times of these, all on CPUs.
+MEASURED = ("native", "decode", "blocked")
+IMPOSSIBLE, UNTESTED = "-", "untested"
+
+
+def chips(backend: str, platform: str) -> list[str]:
+    """Return the chips that a backend was compiled for.
+
+    Example:
+        >>> chips("splash", "tpu")
+        ['v5e', 'v5p', 'v6e']
+    """
+    if platform == "gpu":
+        if backend == "fused":
+            return [chip.upper() for chip in GPUS]
+        return ["H200"] if backend in gpu.KERNELS else []
+    if backend == "fused":
+        return list(models.TOPOLOGIES)
+    return list(tpu.TOPOLOGIES) if backend in tpu.KERNELS else []
+
+
+def cell(backend: str, platform: str) -> str:
+    """Return what is known of a backend on a platform.
+
+    Example:
+        >>> cell("native", "cpu"), cell("native", "tpu")
+        ('run, measured', '-')
+    """
+    platforms = load(backend).platforms
+    if platforms is not None and platform not in platforms:
+        return IMPOSSIBLE
+    if platform == "cpu":
+        return "run, measured" if backend in MEASURED else "run"
+    known = ["interpreted"] if backend in INTERPRETED else []
+    compiled = chips(backend, platform)
+    if compiled:
+        known.append(f"compiled for {', '.join(compiled)}")
+    return ", ".join(known) or UNTESTED
+
+
+def table() -> str:
+    """Return the table in Markdown."""
+    rows = []
+    for backend in BACKENDS:
+        cells = [cell(backend, platform) for platform in PLATFORMS]
+        rows.append((f"`{backend}`", *cells))
+    return markdown(("backend", *PLATFORMS.values()), rows).rstrip()
+
+
+def outdated(root: Path) -> Iterator[tuple[Path, str]]:
+    """Yield each file whose table is another, and its text with the right one.
+
+    Raises:
+        SystemExit: if a file has no place for the table.
+    """
+    for name in FILES:
+        path = root / name
+        text = path.read_text("utf-8")
+        try:
+            new = between_markers(text, table(), "tools/platforms.py")
+        except ValueError as error:
+            sys.exit(f"{path}: {error}")
+        if new != text:
+            yield path, new
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write what is out of date, or name it, and return the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m tools.platforms", description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing, only compare")
+    parser.add_argument("--root", type=Path, default=ROOT, help="folder of the repository")
+    options = parser.parse_args(arguments)
+    old = list(outdated(options.root))
+    for path, text in old:
+        if options.check:
+            print(f"{path} is out of date. Run `make tables` and commit it", file=sys.stderr)
+        else:
+            with replacing(path) as whole:
+                whole.write_text(text, encoding="utf-8")
+            print(f"wrote {path}")
+    return 1 if options.check and old else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
