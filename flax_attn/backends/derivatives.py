@@ -1,4 +1,4 @@
-"""Derivatives of every mode around a kernel that has a backward pass and no more.
+"""Derivatives of every mode around a kernel that has only a backward pass.
 
 `jax.custom_vjp` refuses forward mode. Here the derivative of the output is a linear primitive: its
 transpose is the backward pass of the kernel, and where it is evaluated, in forward mode, it is the

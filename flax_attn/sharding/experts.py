@@ -88,7 +88,7 @@ class _ExpertAxes:
 
     @property
     def summed(self) -> tuple[str, ...]:
-        """The mesh axes over which each device has a part of the sum, but for `shared`."""
+        """The mesh axes over which each device has a part of the sum, except `shared`."""
         split = (*self.experts, *self.hidden)
         return tuple(axis for axis in split if axis not in self.shared)
 
