@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from types import FrameType
 from typing import Any
 
 from flax_attn.everywhere import reports
@@ -27,6 +29,22 @@ def at(place: str) -> Iterator[None]:
         PLACE.reset(token)
 
 
+def _asked_by_a_backend(place: Place) -> bool:
+    """Return whether a backend of ours calls, such as `cudnn`, which is a kernel of `jax.nn`.
+
+    It may be traced long after its attention was, and so the frame that calls tells.
+    """
+    frame = sys._getframe(1)
+    while frame is not None and _module(frame) != place.module:
+        frame = frame.f_back
+    caller = None if frame is None else frame.f_back
+    return caller is not None and _module(caller).startswith("flax_attn.backends.")
+
+
+def _module(frame: FrameType) -> str:
+    return frame.f_globals.get("__name__", "")
+
+
 def dispatch(target: str, place: Place, original: Callable, *args: Any, **kwargs: Any) -> Any:
     """Return what the replacement of a place returns, or the original where it takes no such call.
 
@@ -34,7 +52,7 @@ def dispatch(target: str, place: Place, original: Callable, *args: Any, **kwargs
         ValueError: if a call is left alone under `strict=True`.
     """
     settings = in_use()
-    if target not in settings.targets or _IN_ORIGINAL.get():
+    if target not in settings.targets or _IN_ORIGINAL.get() or _asked_by_a_backend(place):
         return original(*args, **kwargs)
     try:
         with at(place.name):

@@ -232,6 +232,15 @@ def test_the_original_of_a_call_that_is_left_alone_is_counted_once():
     assert entry.place == "flax.linen.dot_product_attention"
 
 
+def test_a_backend_that_calls_a_target_has_the_original():
+    names = {"__name__": "flax_attn.backends.cudnn", "attend": dot_product_attention, "x": X}
+    with everywhere(strict=True) as report:
+        eval("attend(x, x, x, return_residual=True)", names)
+        eval("attend(x, x, x)", names | {"__name__": "a_model"})
+    assert computed(report) == 1
+    assert not report.left_alone
+
+
 def test_an_unknown_target_is_refused():
     with pytest.raises(ValueError, match=r"a target must be one of 'jax.nn', .* got 'torch'"):
         everywhere(targets=["nnx", "torch"])

@@ -177,6 +177,39 @@ def test_a_mesh(x64, same):
         )
 
 
+def test_layers_of_a_model_on_a_mesh():
+    """Two calls that are alike, the second of which JAX could find in what it keeps."""
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    @jax.jit
+    def model(query):
+        for _ in range(2):
+            query = dot_product_attention(query, query, query, is_causal=True)
+        return query
+
+    query, _, _ = arrays(np.float32, s=T, k=N)
+    expected = model(query)
+    with jax.set_mesh(mesh), everywhere(strict=True) as report:
+        found = model(query)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+    assert sum(report.taken.values()) == 2
+
+
+def test_forward_mode_is_as_before(x64):
+    query, key, value = arrays()
+    bias = draw(1, N, T, S, seed=5)
+
+    def change(attend):
+        return jax.jit(lambda x: jax.jvp(lambda x: attend(x, key, value, bias), (x,), (x,)))(query)
+
+    with everywhere(strict=True) as report:
+        _, found = change(dot_product_attention)
+    _, expected = change(formula)
+    assert [entry.backend for entry in report.taken] == ["blocked"]
+    errors = tolerance.gradient_errors({"": np.asarray(found)}, {"": np.asarray(expected)})
+    assert errors[""] <= tolerance.GRADIENT
+
+
 def in_shards(function, check):
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = jax.sharding.PartitionSpec("data")

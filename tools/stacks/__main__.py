@@ -16,7 +16,8 @@ from tools.stacks.models import MODELS
 
 KINDS = {"inference": False, "training step": True}
 HEAD = (
-    "| layers of | tokens | | seconds | under `everywhere` | times | GiB of 12 blocks | under it |"
+    "| layers of | tokens | | seconds | under `everywhere` | times | attention, of its own time"
+    " | GiB of 12 blocks | under it |"
 )
 
 
@@ -32,7 +33,7 @@ def main(arguments: list[str] | None = None) -> None:
     if chosen.worker:
         print(json.dumps(measure(**json.loads(chosen.worker))))
         return
-    print(HEAD, "|---|---|---|---|---|---|---|---|", sep="\n")
+    print(HEAD, "|---" * 9 + "|", sep="\n")
     for library in chosen.only:
         for tokens in chosen.tokens:
             for kind in KINDS:
@@ -44,11 +45,13 @@ def row(library: str, tokens: int, kind: str, blocks: int, turns: int) -> str:
     asked = {"library": library, "tokens": tokens, "training": KINDS[kind]}
     timed = _in_a_process(asked | {"layers": blocks, "turns": turns})
     whole = _in_a_process(asked | {"layers": 12, "turns": 0})
-    without, under = (timed[way]["seconds"] for way in WAYS)
-    memory = " | ".join(f"{whole[way]['bytes'] / 2**30:.2f}" for way in WAYS)
+    without, under, rest = (timed[way]["seconds"] for way in WAYS)
+    memory = " | ".join(f"{whole[way]['bytes'] / 2**30:.2f}" for way in WAYS[:2])
     if without is None or under is None:
-        return f"| {library} | {tokens:,} | {kind} | not run | | | {memory} |"
-    times = f"{without:.3f} | {under:.3f} | {without / under:.1f}"
+        return f"| {library} | {tokens:,} | {kind} | not run | | | | {memory} |"
+    # What the stack takes beside all the rest is attention.
+    share = (under - rest) / (without - rest)
+    times = f"{without:.3f} | {under:.3f} | {without / under:.1f} | {share:.2f}"
     return f"| {library} | {tokens:,} | {kind} | {times} | {memory} |"
 
 
