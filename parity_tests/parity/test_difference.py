@@ -55,7 +55,7 @@ def planted(*said, shapes=(X,)):
     return add
 
 
-@planted(r"flax has decay .*, torch has -decay ", shapes=(X, (8,)))
+@planted(r"flax has decay.*, torch has -decay", shapes=(X, (8,)))
 class SignOfADecay:
     def flax(x, log):
         decay = jnp.exp(log)  # planted
