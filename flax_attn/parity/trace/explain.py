@@ -25,8 +25,9 @@ ALONG_AXES = ("sum", "mean", "amax", "amin", "prod", "cumsum", "cumprod", "sort"
 REARRANGING = ("concat", "flip", "gather", "stack", "roll")
 # What differs as a whole.
 WHOLE = ("operation", "operand", "order", "term", "base")
-# More gaps than these are not told apart: the whole expressions say what differs.
-FEW = 4
+# More gaps than these are not told apart: the whole expressions say what differs. Those of repeated
+# steps are one.
+FEW, MANY = 4, 48
 # The axes of an array whose order is looked for, and the layouts that are tried.
 MOST_AXES, LAYOUTS = 5, 24
 # What arrays differ by that were computed in float32 in two orders.
@@ -85,15 +86,15 @@ class _Explained:
         """Yield what differs."""
         found = self._gaps()
         ends = self.repair.flax, self.repair.torch
-        if not found:
+        every = [self._hypothesis(gap, *ends) for gap in found]
+        # What is written alike differs in where its numbers are.
+        told = grouped_by_kind(one for one in every if one.flax.value != one.torch.value)
+        if not told:
             yield self._layout()
-        elif len(found) > FEW:
+        elif len(told) > FEW or len(found) > MANY:
             yield self._whole()
         else:
-            every = [self._hypothesis(gap, *ends) for gap in found]
-            # What is written alike differs in where its numbers are.
-            told = [one for one in every if one.flax.value != one.torch.value]
-            yield from told or [self._layout()]
+            yield from told
 
     def same_operands(self) -> list[Hypothesis]:
         """Return what differs if both compute with the same values, and nothing else."""
@@ -101,10 +102,10 @@ class _Explained:
         if any(gap.parameter in WHOLE[:3] for gap in found):
             return []
         ends = self.repair.flax, self.repair.torch
-        return [self._hypothesis(gap, *ends) for gap in found]
+        return [self._hypothesis(gap, *ends) for gap in found[: FEW + 1]]
 
     def _gaps(self) -> list[Gap]:
-        found = islice(gaps(self.flax, self.torch), FEW + 1)
+        found = islice(gaps(self.flax, self.torch), MANY + 1)
         return [self._opened(gap) for gap in found]
 
     def _opened(self, gap: Gap) -> Gap:
@@ -114,9 +115,14 @@ class _Explained:
         ours = self._written(gap.flax, self.flax_builder)
         theirs = self._written(gap.torch, self.torch_builder)
         inside = list(islice(gaps(ours, theirs), 2))
-        if len(inside) == 1 and inside[0].parameter not in WHOLE:
+        if len(inside) != 1:
+            return gap
+        (inner,) = inside
+        if inner.parameter not in WHOLE:
             return replace(gap, flax=ours, torch=theirs)
-        return gap
+        # A value that both have hides a part of it that one side lacks.
+        lacking = inner.parameter in ("term", "base") and None in (inner.flax, inner.torch)
+        return inner if lacking else gap
 
     def _written(self, part: Expression, builder: Builder) -> Expression:
         if part.operation != "leaf" or part.origin is None:
@@ -181,6 +187,9 @@ class _Explained:
             return self._parameters(*inner)
         found = narrowed(alignment, self.repair.flax, self.repair.value)
         ours, theirs = self.repair.flax, self.repair.torch
+        rounded = _rounded_by(alignment.value(ours), self.repair.value)
+        if rounded and found is None:
+            return replace(self._whole(), parameter="rounding", note=f"{rounded:.1e}")
         note = ""
         if found is not None:
             ours, theirs, right = found
@@ -281,12 +290,15 @@ def _rounded_apart(gap: Gap) -> float:
     ours, theirs = gap.flax.origin.value, gap.torch.origin.value
     if not any(x.dtype.kind == "f" and (x == x.astype(np.float32)).all() for x in (ours, theirs)):
         return 0.0
-    for there in islice(laid_out(theirs, ours.shape), LAYOUTS):
-        scale = np.abs(there).max(initial=0.0)
-        error = np.abs(ours - there).max(initial=0.0)
-        if 0 < error <= ROUNDED * scale:
-            return float(error / scale)
-    return 0.0
+    layouts = islice(laid_out(theirs, ours.shape), LAYOUTS)
+    return next(filter(None, (_rounded_by(ours, there) for there in layouts)), 0.0)
+
+
+def _rounded_by(ours: np.ndarray, theirs: np.ndarray) -> float:
+    """Return by how much two arrays differ, if they agree to float32; else 0."""
+    scale = np.abs(theirs).max(initial=0.0)
+    error = np.abs(ours - theirs).max(initial=0.0)
+    return float(error / scale) if 0 < error <= ROUNDED * scale else 0.0
 
 
 def _innermost(flax: Expression, torch: Expression) -> tuple[Expression, Expression] | None:

@@ -550,6 +550,11 @@ def _piece(node: Node) -> tuple[tuple[int, int, int, int], ...]:
     return ((shape[axis], start, stop, 1),)
 
 
+def _stack(node: Node, x: list[Expression]) -> Expression:
+    # Where the new axis stands is a matter of layout.
+    return Expression("stack", tuple(x), (), node)
+
+
 def _topk(node: Node, x: list[Expression]) -> Expression:
     given = node.parameters
     settings = [("k", given["k"]), ("result", given["result"])]
@@ -579,8 +584,10 @@ def _around(node: Node) -> list[tuple[int, ...]]:
 
 def _spatial(node: Node) -> Sequence[int]:
     """Return the axes of the image along which a convolution runs, in the order of its settings."""
-    numbers = node.parameters.get("dimensions")
-    return range(2, node.operands[0].value.ndim) if numbers is None else numbers.lhs_spec[2:]
+    # An operation of PyTorch has no equation, and its channels come first.
+    if node.equation is None:
+        return range(2, node.operands[0].value.ndim)
+    return node.equation.params["dimension_numbers"].lhs_spec[2:]
 
 
 def _conv(node: Node, x: list[Expression]) -> Expression:
@@ -636,5 +643,6 @@ RULES: dict[str, Rule] = {
     "split": _slice,
     "conv": _conv,
     "pad": _pad,
+    "stack": _stack,
     "topk": _topk,
 }

@@ -287,7 +287,6 @@ SHOWN = {
         "lhs_dilation": "input_dilation",
         "rhs_dilation": "dilation",
         "feature_group_count": "groups",
-        "dimension_numbers": "dimensions",
     },
     "slice": {"start_indices": "start", "limit_indices": "stop", "strides": "step"},
     "cumsum": {"axis": "axis", "reverse": "reverse"},

@@ -170,11 +170,12 @@ def _next_repair(
         if found.complete and not certain:
             return repair, _with_repeats(alignment, repair, found.changed)
         passed += 1
-        if (found.certain, found.gain) > (certain, most):
-            # A few values agree by chance, where another replacement makes more agree.
-            left = min(left, LOOKED_ON)
+        # A few values agree by chance, where the same value in another's place makes more agree.
+        same = best is None or flax is best[0].flax or torch is best[0].torch
+        if (found.certain, found.gain) > (certain, most) and (same or not certain):
             changed = found.changed
             if found.certain:
+                left = min(left, LOOKED_ON)
                 changed = _with_repeats(alignment, repair, changed)
             best, most, certain = (repair, changed), found.gain, found.certain
     return best or _output_repair(alignment, wrong)
