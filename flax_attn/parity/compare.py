@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import jax
+
 from flax_attn.parity.adapters.recording import Recording, RecordingAdapter
 from flax_attn.parity.check import Check
 from flax_attn.parity.checks import run_checks
@@ -277,5 +279,10 @@ def _notes(pair: Pair, names: Sequence[str] | None) -> list[str]:
         notes.append(
             "layout=None: both modules keep their weights, and one that is 0 or 1 may hide a"
             " difference"
+        )
+    if getattr(pair.flax, "mixes_dtypes", False):
+        notes.append(
+            "the JAX module mixes dtypes, which jax_numpy_dtype_promotion="
+            f"{jax.config.jax_numpy_dtype_promotion} refuses: judged with JAX's default, standard"
         )
     return notes + note_on_variance(getattr(pair.flax, "module", None))

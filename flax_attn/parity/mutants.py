@@ -125,7 +125,7 @@ class EditedAdapter(JaxAdapter):
 
     def __init__(self, adapter: JaxAdapter, edit: Edit | None = None):
         # What was compiled is of another program.
-        cached = ("_compiled", "_optimized", "_gradients", "_rounded_gradients", "_second")
+        cached = ("_compiled", "_optimized", "_gradients", "_rounded_gradients", "_step", "_second")
         kept = {name: value for name, value in vars(adapter).items() if name not in cached}
         vars(self).update(kept)
         self._edit = edit
@@ -144,19 +144,19 @@ class EditedAdapter(JaxAdapter):
         leaves, tree = jax.tree.flatten(arguments)
         key = tree, tuple(str(jax.typeof(leaf)) for leaf in leaves), mode, cached
         if key not in self._traces:
-            call = partial(self._scoped, mode=mode, cached=cached)
+            call = partial(super()._stepped, mode=mode, cached=cached)
             self._traces[key] = traced(call, arguments)
         return self._traces[key]
 
-    def _scoped(self, params, inputs, state, extras, mode: Mode, cached: bool) -> dict[str, Any]:
-        module = self._build(params, state, mode)
+    def call(self, *arguments: Any, **options: Any) -> dict[str, Any]:
+        """Return the outputs by name, of operations in the scope of those that may be edited."""
         with jax.named_scope(CALLED):
-            return self._called(module, inputs, extras, mode, cached)
+            return super().call(*arguments, **options)
 
-    def _outputs(
+    def _stepped(
         self, params, inputs, state, extras, mode: Mode, cached: bool = False, before: Any = None
-    ) -> dict[str, Any]:
-        # An edit leaves no state behind.
+    ) -> tuple[dict[str, Any], Any]:
+        # An edit leaves no state behind for a second call.
         del before
         arguments = params, inputs, state, extras
         trace = self._traced(arguments, mode, cached)

@@ -83,10 +83,10 @@ def _of_flax(pair: Pair, spec: RunSpec) -> Result:
         raise Untested(f"train mode of PyTorch: the {type(module).__name__} of JAX has no .train()")
     ours = pair.run("flax", spec)
     if not _has_changed(pair, ours, pair.flax64.outputs):
-        raise Untested(
-            "train mode changes what PyTorch returns or keeps, and nothing in JAX. Pass a call"
-            " that leaves the mode to .train(), which sets use_running_average"
-        )
+        said = "train mode changes what PyTorch returns or keeps, and nothing in JAX"
+        if any(hasattr(layer, "use_running_average") for _, layer in nnx.iter_modules(module)):
+            said += ". Pass a call that leaves the mode to .train(), which sets use_running_average"
+        raise Untested(said)
     return ours
 
 
@@ -154,11 +154,15 @@ def _rates(pair: Pair, ours: Arrays, theirs: Arrays) -> Iterator[str]:
 
 
 def _unbiased(factors: dict[str, float]) -> Iterator[str]:
+    """Yield the running variances that differ by a factor, those of one factor together."""
+    together: dict[str, list[str]] = {}
     for name, factor in factors.items():
-        statistic = name.removesuffix(kept_name(""))
+        together.setdefault(f"{factor:.4g}", []).append(name.removesuffix(kept_name("")))
+    for factor, statistics in together.items():
         yield (
-            f"{statistic} as equal: nnx.BatchNorm divides the variance of a batch by n, PyTorch by"
-            f" n - 1, so PyTorch adds {factor:.4g} times as much here; no argument changes that"
+            f"{', '.join(statistics)} as equal: nnx.BatchNorm divides the variance of a batch by n,"
+            f" PyTorch by n - 1, so PyTorch adds {factor} times as much here; no argument changes"
+            " that"
         )
 
 

@@ -26,6 +26,8 @@ MORE_DRAWS = 16
 REORDERED = 64
 # What an output may differ by where rounding is amplified: an error of all digits in float32.
 MOST_FORWARD = REORDERED * float(np.finfo(np.float64).eps / np.finfo(np.float32).eps)
+# The same of a gradient, in the ratio of the two rules: an error above it shows no agreement.
+MOST_GRADIENT = MOST_FORWARD * GRADIENT / FORWARD
 # A gradient this far below the largest one is rounding: the parameter does not change the outputs.
 NULL = 1e-13
 
@@ -120,7 +122,7 @@ def null_directions(reference: Arrays) -> set[str]:
 
 
 def nonzero_gradient(ours: Arrays, reference: Arrays) -> dict[str, np.ndarray]:
-    """Return a mask of gradient elements that are more than rounding, or 0 on both sides.
+    """Return a mask of gradient elements that are more than rounding on a side, or 0 on both.
 
     A packed tensor may hold a null direction beside others, such as the key's part of a packed
     bias. Where some of its elements are rounding, those that are 0 may be rounding that came out
@@ -129,7 +131,8 @@ def nonzero_gradient(ours: Arrays, reference: Arrays) -> dict[str, np.ndarray]:
     largest = _largest_of(reference)
 
     def mask(gradient: np.ndarray, other: np.ndarray) -> np.ndarray:
-        more = np.asarray(np.abs(gradient) > NULL * largest)
+        size = np.maximum(np.abs(gradient), np.abs(other))
+        more = np.asarray(size > NULL * largest)
         either = np.asarray(more | (gradient == 0) & (other == 0))
         return either if either.all() else more
 

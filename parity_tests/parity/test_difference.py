@@ -55,7 +55,7 @@ def planted(*said, shapes=(X,)):
     return add
 
 
-@planted(r"flax has decay .*, torch has -decay ", shapes=(X, (8,)))
+@planted(r"flax has decay.*, torch has -decay", shapes=(X, (8,)))
 class SignOfADecay:
     def flax(x, log):
         decay = jnp.exp(log)  # planted
@@ -483,6 +483,111 @@ class LayoutOfAnOutput:
         return torch.tanh(x @ w)  # planted
 
 
+@planted(
+    r"padding \(\(4, 0\),\), torch \(\(2, 2\),\)|padding \(4, 0\), torch \(2, 2\)",
+    shapes=((2, 9, 4), (5, 4, 4)),
+)
+class CausalPadding:
+    def flax(x, w):
+        padded = jnp.pad(x, ((0, 0), (4, 0), (0, 0)))
+        options = {"dimension_numbers": ("NWC", "WIO", "NWC")}
+        return jax.lax.conv_general_dilated(padded, w, (1,), "VALID", **options)  # planted
+
+    def torch(x, w):
+        found = F.conv1d(x.transpose(1, 2), w.permute(2, 1, 0), padding=2)  # planted
+        return found.transpose(1, 2)
+
+
+@planted(
+    r"concat\(input 0\[4:5 of 5\], input 0\[0:4 of 5\].*torch has pad\(", shapes=(X, (8,), (8,))
+)
+class RolledForShifted:
+    def flax(x, a, b):
+        before = jnp.roll(x, 1, 1)  # planted
+        return jnp.sin(x * a + before * (1 - a)) + jnp.cos(x * b + before * (1 - b))
+
+    def torch(x, a, b):
+        before = F.pad(x, (0, 0, 1, -1))  # planted
+        return torch.sin(x * a + before * (1 - a)) + torch.cos(x * b + before * (1 - b))
+
+
+@planted(
+    r"over axis 2 of \(2, 3, 6, 6\), torch over axis 3 of .*, which is axis 2 in PyTorch",
+    shapes=((2, 6, 3, 4), (2, 6, 3, 4)),
+)
+class SoftmaxOverQueries:
+    def flax(q, k):
+        scores = jnp.einsum("btnh,bsnh->bnts", q, k)
+        weights = jax.nn.softmax(scores, 2)  # planted
+        return jnp.einsum("bnts,bsnh->btnh", weights, k)
+
+    def torch(q, k):
+        q, k = (x.transpose(1, 2).reshape(6, 6, 4) for x in (q, k))
+        weights = (q @ k.mT).softmax(-1)  # planted
+        return (weights @ k).reshape(2, 3, 6, 4).transpose(1, 2)
+
+
+@planted(
+    r"over axis 1 of \(8, 8\), torch over axis 0 of .*, which is axis 1 in PyTorch",
+    shapes=(X, SQUARE),
+)
+class AxisOfANorm:
+    def flax(x, w):
+        norm = jnp.linalg.norm(jnp.sin(w), axis=1)  # planted
+        return x / norm
+
+    def torch(x, w):
+        norm = torch.linalg.norm(torch.sin(w.T), dim=1)  # planted
+        return x / norm
+
+
+@planted(r"flax has .*var\(hidden.*, torch has hidden", shapes=(X, SQUARE, SQUARE))
+class NormTooMuch:
+    def flax(x, w, u):
+        hidden = jnp.tanh(x @ w)
+        centred = hidden - hidden.mean(-1, keepdims=True)
+        hidden = centred / jnp.sqrt(hidden.var(-1, keepdims=True) + 1e-5)  # planted
+        total = x + hidden
+        centred = total - total.mean(-1, keepdims=True)
+        return centred / jnp.sqrt(total.var(-1, keepdims=True) + 1e-5) @ u
+
+    def torch(x, w, u):
+        total = x + torch.tanh(x @ w)  # planted
+        return F.layer_norm(total, (8,)) @ u
+
+
+@planted(r"of flax and .* of torch agree to \d\.\de-08 alone.* float32", shapes=((2, 50, 8),))
+class TableInFloat32:
+    def flax(x):
+        rates = jnp.exp(jnp.arange(8, dtype=jnp.float32) * -1.15)
+        table = jnp.sin(jnp.arange(50, dtype=jnp.float32)[:, None] * rates)  # planted
+        return x * 2 + table
+
+    def torch(x):
+        rates = torch.exp(torch.arange(8, dtype=torch.float64) * -1.15)
+        places = torch.arange(50, dtype=torch.float64)[:, None]
+        table = torch.sin(places * rates).float()  # planted
+        return x * 2 + table
+
+
+@planted(r"torch adds 1, flax does not", shapes=((2, 5, 4), (2, 5, 4)))
+class FeatureOfAScan:
+    def flax(q, k):
+        features = jax.nn.elu(k)  # planted
+
+        def step(state, now):
+            state = state + now
+            return state, state
+
+        start = jnp.zeros_like(k[:, 0])
+        sums = jax.lax.scan(step, start, jnp.swapaxes(features, 0, 1))[1]
+        return jnp.tanh(q * jnp.swapaxes(sums, 0, 1))
+
+    def torch(q, k):
+        features = F.elu(k) + 1  # planted
+        return torch.tanh(q * features.cumsum(1))
+
+
 def within(place, function):
     lines, first = inspect.getsourcelines(function)
     return place.file == __file__ and first <= place.line < first + len(lines)
@@ -506,6 +611,40 @@ def test_a_planted_fault_is_named_with_its_lines(row, paired):
             shown = side.places[:3]
             assert all(within(place, function) for place in shown), said
             assert any(place.source.endswith("# planted") for place in shown), said
+
+
+def transposed_image(x, w):
+    image = x.transpose(0, 1, 3, 2)
+    return jax.nn.relu(jax.lax.conv_general_dilated(image, w, (1, 1), "SAME"))
+
+
+def test_what_explains_a_part_alone_is_said_with_a_doubt(paired):
+    with on_cpu():
+        pair = paired(
+            transposed_image,
+            lambda x, w: F.conv2d(x, w, padding=1).relu(),
+            (2, 4, 9, 8),
+            (5, 4, 3, 3),
+        )
+        found = difference(pair)
+    assert not found.repaired
+    assert all("perhaps the same numbers" in cause for cause in found.causes), str(found)
+
+
+def ids_in_a_row(x, table):
+    ids = jnp.argmin(jnp.abs(x), -1)
+    return jnp.take(table, ids, 0) * 0.5
+
+
+def ids_flat(x, table):
+    ids = x.reshape(-1, 8).abs().argmin(1)
+    return table[ids].view(3, 5, 8) * 0.25
+
+
+def test_whole_numbers_of_another_shape_are_the_same_quantity(paired):
+    with on_cpu():
+        found = difference(paired(ids_in_a_row, ids_flat, X, SQUARE))
+    assert found.causes == ["the whole module: flax multiplies by 0.5, torch by 0.25"]
 
 
 RIGHT = {

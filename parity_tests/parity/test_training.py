@@ -168,3 +168,99 @@ def test_what_is_not_trained_is_not_compared():
         report = compare(ours, theirs, [(5, 3)])
     assert report.passed, report.explain()
     assert report.check("training").skipped == "no parameter is trained"
+
+
+@pytest.fixture
+def usual_promotion():
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+class Normed(nnx.Module):
+    """A bias before batch statistics, which take all effect from it, and one of them returned."""
+
+    def __init__(self, momentum=0.9):
+        rngs = nnx.Rngs(0)
+        self.fc = nnx.Linear(5, 6, rngs=rngs)
+        options = {"momentum": momentum, "use_fast_variance": False}
+        self.norm = nnx.BatchNorm(6, epsilon=1e-5, rngs=rngs, **options)
+
+    def __call__(self, x, dropout_key=None):
+        return jax.nn.relu(self.norm(self.fc(x))), self.norm.mean[...]
+
+
+class WithAGradient(Normed):
+    def __call__(self, x, dropout_key=None):
+        output, mean = super().__call__(x)
+        bias = self.fc.bias[...].sum()
+        return output + 1e-6 * (bias - jax.lax.stop_gradient(bias)), mean
+
+
+class TorchNormed(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = torch.nn.Linear(5, 6)
+        self.norm = torch.nn.BatchNorm1d(6)
+
+    def forward(self, x, dropout_key=None):
+        output = torch.relu(self.norm(self.fc(x)))
+        return output, self.norm.running_mean.clone()
+
+
+def trained_normed(ours):
+    theirs = TorchNormed().eval()
+    return compare(ours, theirs, [(40, 5)], checks=["training"], locate=False).check("training")
+
+
+@pytest.mark.usefixtures("usual_promotion")
+def test_what_moves_by_rounding_alone_is_named_and_not_compared():
+    check = trained_normed(Normed())
+    assert check.passed, check.explain()
+    assert check.note == "not compared, as AdamW divides rounding by rounding: fc.bias"
+
+
+@pytest.mark.usefixtures("usual_promotion")
+@pytest.mark.parametrize(
+    ("ours", "worst"), [(WithAGradient(), "fc.bias"), (Normed(momentum=0.8), "loss")]
+)
+def test_a_gradient_and_a_state_that_pytorch_has_not_fail(ours, worst):
+    check = trained_normed(ours)
+    assert not check.passed
+    assert check.worst == worst
+
+
+class Average(nnx.Module):
+    """A state that moves in eval mode, too."""
+
+    def __init__(self, rate=0.1):
+        self.fc = nnx.Linear(5, 6, rngs=nnx.Rngs(0))
+        self.mean = nnx.Variable(jnp.zeros(6))
+        self.rate = rate
+
+    def __call__(self, x):
+        y = self.fc(x)
+        new = jax.lax.stop_gradient(y.mean(0))
+        self.mean.set_value((1 - self.rate) * self.mean[...] + self.rate * new)
+        return y - self.mean[...]
+
+
+class TorchAverage(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = torch.nn.Linear(5, 6)
+        self.register_buffer("mean", torch.zeros(6))
+
+    def forward(self, x):
+        y = self.fc(x)
+        self.mean = 0.9 * self.mean + 0.1 * y.mean(0).detach()
+        return y - self.mean
+
+
+@pytest.mark.usefixtures("usual_promotion")
+def test_each_step_begins_with_the_state_that_the_last_one_left():
+    theirs = TorchAverage().eval()
+    checks = ["forward", "twice", "training"]
+    report = compare(Average(), theirs, [(7, 5)], checks=checks, locate=False)
+    assert report.passed, report.explain()
+    report = compare(Average(rate=0.11), theirs, [(7, 5)], checks=["training"], locate=False)
+    assert not report.passed

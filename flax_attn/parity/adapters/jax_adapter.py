@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property, partial
+from functools import cached_property, partial, wraps
 from typing import Any, get_args
 
 import jax
@@ -30,6 +30,25 @@ from flax_attn.parity.adapters.rounded_sums import with_rounded_sums
 from flax_attn.parity.training import TrainingSpec
 
 
+def _promoting(method: Callable) -> Callable:
+    """Return a method that promotes dtypes as JAX does by default, where the module needs it.
+
+    The process may have it otherwise: a layer such as `nnx.BatchNorm` mixes dtypes in train mode.
+    """
+
+    @wraps(method)
+    def promoting(self: JaxAdapter, *arguments: Any, **options: Any) -> Any:
+        if not self.mixes_dtypes:
+            try:
+                return method(self, *arguments, **options)
+            except jax.dtypes.TypePromotionError:
+                self.mixes_dtypes = True
+        with jax.numpy_dtype_promotion("standard"):
+            return method(self, *arguments, **options)
+
+    return promoting
+
+
 class JaxAdapter(ModuleAdapter):
     """The `Adapter` of a JAX module. JAX must have x64 enabled where it is used.
 
@@ -43,9 +62,13 @@ class JaxAdapter(ModuleAdapter):
             the CPU.
         place: function that takes the name and the array of a parameter or input, and returns the
             array placed on a mesh.
+
+    Attributes:
+        mixes_dtypes: whether the module has failed without JAX's default promotion of dtypes.
     """
 
     framework = "flax"
+    mixes_dtypes = False
 
     def __init__(
         self,
@@ -105,6 +128,7 @@ class JaxAdapter(ModuleAdapter):
         """Return inputs or parameters as JAX arrays, floating ones cast."""
         return {name: self._place(name, array) for name, array in _cast(arrays, dtype).items()}
 
+    @_promoting
     def run(self, spec: RunSpec) -> Result:
         """Run once."""
         if self.device is None or spec.dtype == "float64":
@@ -113,6 +137,7 @@ class JaxAdapter(ModuleAdapter):
         with jax.default_device(self.device), jax.default_matmul_precision("highest"):
             return self._run(spec)
 
+    @_promoting
     def traced(self, spec: RunSpec) -> tuple[Any, list[jax.Array]]:
         """Return the jaxpr of what a float64 run compiles, and the arrays that it takes."""
         arguments = self.arguments(spec)
@@ -138,6 +163,7 @@ class JaxAdapter(ModuleAdapter):
         second = self._second(*arguments, cotangents, along)
         return Result({}, second=self._all(*second))
 
+    @_promoting
     def program(self, spec: RunSpec) -> Any:
         """Return the jaxpr of a compiled run; where that has run, nothing is traced again."""
         arguments = self.arguments(spec)
@@ -157,6 +183,7 @@ class JaxAdapter(ModuleAdapter):
         state = self._state(spec.mode, spec.dtype)
         return params, self.arrays(inputs, spec.dtype), state, _extras(spec.extras)
 
+    @_promoting
     def train(self, spec: TrainingSpec) -> Arrays:
         """Train a copy; return the final parameters by shared names, and the losses as `loss`."""
         params = self.arrays(self._params)
@@ -164,17 +191,29 @@ class JaxAdapter(ModuleAdapter):
         inputs = self.arrays(spec.inputs)
         zeros = self.arrays({name: np.zeros_like(value) for name, value in spec.targets.items()})
         fit, update, optimizer_state = self._training_step(spec, params)
+        keys = [_extras({**spec.extras, "dropout_key": key}) for key in spec.keys]
+        moves = self._moves_state(params, inputs, state, keys[0], spec.mode)
         losses = []
-        for key in spec.keys:
-            extras = _extras({**spec.extras, "dropout_key": key})
-            run = partial(self._gradients, params, inputs, state, extras, mode=spec.mode)
+        for extras in keys:
+            step = self._step if moves else self._gradients
+            run = partial(step, params, inputs, state, extras, mode=spec.mode)
             # One compiled program gives the outputs first, then the gradients of their loss.
-            outputs, _ = run(zeros)
+            outputs, *_ = run(zeros)
             loss, cotangents = fit(outputs)
-            _, (gradients, _) = run(cotangents)
+            _, (gradients, _), *left = run(cotangents)
+            # The next step begins with the state that this one leaves, as in PyTorch.
+            state = left[0] if moves else state
             params, optimizer_state = update(params, optimizer_state, gradients)
             losses.append(loss)
         return self._shared(params) | {"loss": np.array(losses)}
+
+    def _moves_state(self, params, inputs, state, extras, mode: Mode) -> bool:
+        """Whether a call changes what the module keeps beside its parameters."""
+        if not jax.tree.leaves(state):
+            return False
+        left = jax.make_jaxpr(lambda *given: self._stepped(*given, mode)[1])
+        program = left(params, inputs, state, extras).jaxpr
+        return any(result not in program.invars for result in program.outvars)
 
     def _training_step(
         self, spec: TrainingSpec, params: Mapping[str, jax.Array]
@@ -217,18 +256,24 @@ class JaxAdapter(ModuleAdapter):
     def _outputs(
         self, params, inputs, state, extras, mode: Mode, cached: bool = False, before: Any = None
     ) -> dict[str, Any]:
+        return self._stepped(params, inputs, state, extras, mode, cached, before)[0]
+
+    def _stepped(
+        self, params, inputs, state, extras, mode: Mode, cached: bool = False, before: Any = None
+    ) -> tuple[dict[str, Any], Any]:
+        """Return the outputs of a call, and the state that it leaves.
+
+        In the mode of statistics, those that it leaves are outputs as well.
+        """
         module = self._build(params, state, mode)
         if before is not None:
             self.call(module, before, extras)
-        return self._called(module, inputs, extras, mode, cached)
-
-    def _called(self, module, inputs, extras, mode: Mode, cached: bool) -> dict[str, Any]:
-        """Return the outputs of a call and, in their mode, the statistics that it leaves."""
         outputs = self.call(module, inputs, extras, cached)
-        if mode != "statistics":
-            return outputs
-        kept = self._modes[mode].kept(module)
-        return outputs | {kept_name(name): array for name, array in kept.items()}
+        of_module = self._modes[mode].state
+        left = state if of_module is None else of_module(module)
+        if mode == "statistics":
+            outputs |= {kept_name(name): array for name, array in left[0].items()}
+        return outputs, left
 
     def _named(self, outputs: Mapping[str, Any]) -> Arrays:
         """Return outputs, statistics that a call leaves by their shared names."""
@@ -241,13 +286,13 @@ class JaxAdapter(ModuleAdapter):
         return arrays
 
     def _weighted(self, params, floating, inputs, state, extras, cotangents, mode: Mode):
-        outputs = self._outputs(params, {**inputs, **floating}, state, extras, mode)
+        outputs, left = self._stepped(params, {**inputs, **floating}, state, extras, mode)
         total = 0
         for name, cotangent in cotangents.items():
             # A module may return an output in another dtype than that of the run.
             output = output_of(outputs, name).astype(cotangent.dtype)
             total += jnp.sum(output * cotangent)
-        return total, outputs
+        return total, (outputs, left)
 
     def _forward(self, spec: RunSpec) -> Callable:
         if spec.eager:
@@ -267,14 +312,23 @@ class JaxAdapter(ModuleAdapter):
 
     @property
     def _differentiate(self) -> Callable:
-        """Gradients of parameters and of floating inputs, and the outputs."""
+        """Gradients of parameters and of floating inputs, the outputs, and the state after them."""
         return jax.grad(self._weighted, argnums=(0, 1), has_aux=True)
 
     def _with_gradients(self, params, inputs, state, extras, cotangents, mode: Mode):
         """Return the outputs, and the gradients of parameters and of floating inputs."""
-        rest = inputs, state, extras, cotangents, mode
-        found, outputs = self._differentiate(params, _floating(inputs), *rest)
+        outputs, found, _ = self._with_state(params, inputs, state, extras, cotangents, mode)
         return outputs, found
+
+    def _with_state(self, params, inputs, state, extras, cotangents, mode: Mode):
+        """Return outputs, gradients, and the state that the call leaves."""
+        rest = inputs, state, extras, cotangents, mode
+        found, (outputs, left) = self._differentiate(params, _floating(inputs), *rest)
+        return outputs, found, left
+
+    @cached_property
+    def _step(self) -> Any:
+        return self._compile(self._with_state, static_argnames=("mode",))
 
     @cached_property
     def _gradients(self) -> Any:

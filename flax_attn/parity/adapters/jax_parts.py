@@ -24,7 +24,8 @@ class Parts(NamedTuple):
         build: function of one mapping of parameters and statistics, and of the rest, that rebuilds
             the module.
         call: method that calls the module, for its signature.
-        kept: function that returns the running statistics of a module that was built.
+        state: function that returns the running statistics and the rest of a module that was built,
+            as its calls left them; None if calls leave all as it is.
     """
 
     params: dict[str, jax.Array]
@@ -32,7 +33,7 @@ class Parts(NamedTuple):
     rest: Any
     build: Callable[[Mapping[str, jax.Array], Any], Any]
     call: Callable
-    kept: Callable[[Any], dict[str, jax.Array]] = lambda module: {}
+    state: Callable[[Any], tuple[dict[str, jax.Array], Any]] | None = None
 
 
 def take_apart(module: Any, mode: Mode = "eval") -> Parts:
@@ -93,14 +94,17 @@ def _nnx(module: nnx.Module, mode: Mode) -> Parts:
         # Merged into a copy: a Variable can only be changed in the trace that made it.
         return nnx.merge(graph, nnx.from_flat_state(leaves), rest, copy=True)
 
-    def kept(module: nnx.Module) -> dict[str, jax.Array]:
+    def state(module: nnx.Module) -> tuple[dict[str, jax.Array], Any]:
+        _, _, statistics, left = nnx.split(module, nnx.Param, _is_statistic, ...)
         found = {}
-        _, statistics, _ = nnx.split(module, _is_statistic, ...)
         for path, variable in nnx.to_flat_state(statistics):
             found.update(_values(variable, names[path]))
-        return found
+        # What a call adds, such as an intermediate result, is no state of the next one.
+        moved = dict(nnx.to_flat_state(left))
+        leaves = [(path, moved.get(path, before)) for path, before in nnx.to_flat_state(rest)]
+        return found, nnx.from_flat_state(leaves)
 
-    parts = Parts({}, {}, rest, build, type(module).__call__, kept)
+    parts = Parts({}, {}, rest, build, type(module).__call__, state)
     for path, variable in variables.items():
         own = parts.statistics if isinstance(variable, nnx.BatchStat) else parts.params
         own.update(_values(variable, names[path]))

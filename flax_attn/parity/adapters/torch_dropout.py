@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
@@ -16,14 +17,32 @@ DROPPING = (
     functional.dropout3d,
     functional.alpha_dropout,
     functional.feature_alpha_dropout,
+    torch.dropout,
+    torch.dropout_,
+    torch.feature_dropout,
+    torch.feature_dropout_,
+    torch.alpha_dropout,
+    torch.alpha_dropout_,
+    torch.feature_alpha_dropout,
+    torch.feature_alpha_dropout_,
 )
+# Those that drop among other things. What one of them calls is not seen here. The probability is
+# the only float that they take by position.
+CONTAINING = (
+    functional.scaled_dot_product_attention,
+    functional.multi_head_attention_forward,
+    torch.lstm,
+    torch.gru,
+    torch.rnn_tanh,
+    torch.rnn_relu,
+)
+PROBABILITY = ("dropout_p", "dropout")
 
 
 class WithoutDropout(TorchFunctionMode):
     """A context in which the functions of dropout drop nothing, those of attention too.
 
     Example:
-        >>> import torch
         >>> with WithoutDropout():
         ...     torch.nn.functional.dropout(torch.ones(2), 0.5)
         tensor([1., 1.])
@@ -36,8 +55,7 @@ class WithoutDropout(TorchFunctionMode):
         options = dict(kwargs or {})
         if func in DROPPING:
             return args[0] if args else options["input"]
-        if func is functional.scaled_dot_product_attention:
-            # The fifth argument, or by its name.
-            args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
-            options.pop("dropout_p", None)
+        if func in CONTAINING:
+            args = tuple(0.0 if isinstance(value, float) else value for value in args)
+            options |= {name: 0.0 for name in PROBABILITY if name in options}
         return func(*args, **options)

@@ -161,7 +161,8 @@ def _parts(report: Findings, pairs: bool) -> Iterator[RenderableType]:
     yield _checks([check for check in report.checks if check.ran])
     nothing = [_missing(check) for check in report.checks if check.nothing]
     yield from _titled("nothing compared", nothing, "bold red")
-    skipped = [_missing(check) for check in report.checks if check.skipped]
+    # One that applies and was not tried stands above, as not tested.
+    skipped = [_missing(check) for check in report.checks if check.skipped and not check.untested]
     yield from _titled("not run", skipped, "dim")
     if report.mutants is not None:
         yield from _titled("mutants", [next(report.mutants.lines())])

@@ -210,18 +210,22 @@ class Alignment:
     def matches(self, node: Node) -> list[Node]:
         """Return the PyTorch nodes that hold the numbers of a JAX node."""
         own = self.numbers(node)
-        return self._telling(own) if own.telling else self._exact.get(_bytes(own.array), [])
+        found = self._telling(own)
+        return found if found or own.telling else self._exact.get(_bytes(own.array), [])
 
     def matches_array(self, value: np.ndarray) -> list[Node]:
         """Return the PyTorch nodes that hold the numbers of an array, if these tell anything."""
-        own = Numbers(value)
-        return self._telling(own) if own.telling else []
+        return self._telling(Numbers(value))
 
     def _telling(self, own: Numbers) -> list[Node]:
         scales, nodes = self._index
         low = np.searchsorted(scales, own.scale * (1 - CLOSE))
         high = np.searchsorted(scales, own.scale * (1 + CLOSE), side="right")
-        return [node for node in nodes[low:high] if own.equals(self.numbers(node))]
+        # Most values are none of the other side's by their size alone.
+        if low == high or not own.telling:
+            return []
+        found = [node for node in nodes[low:high] if own.equals(self.numbers(node))]
+        return sorted(found, key=lambda node: node.order)
 
     def with_changed(self, changed: Mapping[Node, np.ndarray]) -> Alignment:
         """Return the alignment after some values of the JAX run are replaced."""
@@ -258,8 +262,11 @@ class Repair:
 
 
 def _bytes(array: np.ndarray) -> bytes:
-    small = np.squeeze(np.asarray(array, np.float64))
-    return str(small.shape).encode() + small.tobytes()
+    flat = np.asarray(array, np.float64).reshape(-1)
+    # Numbers that are all alike say nothing but their shape.
+    alike = not flat.size or (flat == flat[0]).all()
+    shape = str(np.squeeze(array).shape) if alike else ""
+    return shape.encode() + flat.tobytes()
 
 
 def cone(outputs: Iterable[Node], matched: Mapping[Node, Sequence[Node]]) -> list[Node]:

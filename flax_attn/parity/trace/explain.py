@@ -8,7 +8,7 @@ from itertools import islice
 
 import numpy as np
 
-from flax_attn.parity.trace.align import Alignment, Numbers, Repair, cone
+from flax_attn.parity.trace.align import Alignment, Numbers, Repair, cone, same_array
 from flax_attn.parity.trace.expression import Builder, Expression, parts
 from flax_attn.parity.trace.gaps import Gap, gaps
 from flax_attn.parity.trace.hypothesis import Hypothesis, Side
@@ -21,10 +21,17 @@ from flax_attn.parity.trace.program import Node, Place
 DISTINCT = 4
 # Operations that depend on the axis along which they run.
 ALONG_AXES = ("sum", "mean", "amax", "amin", "prod", "cumsum", "cumprod", "sort", "argmax")
+# Operations that put numbers to other places, beside those that reorder axes.
+REARRANGING = ("concat", "flip", "gather", "stack", "roll")
 # What differs as a whole.
 WHOLE = ("operation", "operand", "order", "term", "base")
-# More gaps than these are not told apart: the whole expressions say what differs.
-FEW = 4
+# More gaps than these are not told apart: the whole expressions say what differs. Those of repeated
+# steps are one.
+FEW, MANY = 4, 48
+# The axes of an array whose order is looked for, and the layouts that are tried.
+MOST_AXES, LAYOUTS = 5, 24
+# What arrays differ by that were computed in float32 in two orders.
+ROUNDED = 64 * float(np.finfo(np.float32).eps)
 
 
 def explain(repair: Repair) -> list[Hypothesis]:
@@ -68,7 +75,7 @@ class _Explained:
 
     def __init__(self, repair: Repair):
         self.repair = repair
-        shared = repair.before.quantities
+        shared = _in_order(repair.before)
         self.flax_builder = Builder(shared, repair.before.flax.varying)
         self.torch_builder = Builder(shared, repair.before.torch.varying)
         self.names = Names(repair.before, self.torch_builder.written, repair.torch.module)
@@ -79,12 +86,15 @@ class _Explained:
         """Yield what differs."""
         found = self._gaps()
         ends = self.repair.flax, self.repair.torch
-        if not found:
+        every = [self._hypothesis(gap, *ends) for gap in found]
+        # What is written alike differs in where its numbers are.
+        told = grouped_by_kind(one for one in every if one.flax.value != one.torch.value)
+        if not told:
             yield self._layout()
-        elif len(found) > FEW:
+        elif len(told) > FEW or len(found) > MANY:
             yield self._whole()
         else:
-            yield from (self._hypothesis(gap, *ends) for gap in found)
+            yield from told
 
     def same_operands(self) -> list[Hypothesis]:
         """Return what differs if both compute with the same values, and nothing else."""
@@ -92,10 +102,10 @@ class _Explained:
         if any(gap.parameter in WHOLE[:3] for gap in found):
             return []
         ends = self.repair.flax, self.repair.torch
-        return [self._hypothesis(gap, *ends) for gap in found]
+        return [self._hypothesis(gap, *ends) for gap in found[: FEW + 1]]
 
     def _gaps(self) -> list[Gap]:
-        found = islice(gaps(self.flax, self.torch), FEW + 1)
+        found = islice(gaps(self.flax, self.torch), MANY + 1)
         return [self._opened(gap) for gap in found]
 
     def _opened(self, gap: Gap) -> Gap:
@@ -105,9 +115,14 @@ class _Explained:
         ours = self._written(gap.flax, self.flax_builder)
         theirs = self._written(gap.torch, self.torch_builder)
         inside = list(islice(gaps(ours, theirs), 2))
-        if len(inside) == 1 and inside[0].parameter not in WHOLE:
+        if len(inside) != 1:
+            return gap
+        (inner,) = inside
+        if inner.parameter not in WHOLE:
             return replace(gap, flax=ours, torch=theirs)
-        return gap
+        # A value that both have hides a part of it that one side lacks.
+        lacking = inner.parameter in ("term", "base") and None in (inner.flax, inner.torch)
+        return inner if lacking else gap
 
     def _written(self, part: Expression, builder: Builder) -> Expression:
         if part.operation != "leaf" or part.origin is None:
@@ -135,7 +150,14 @@ class _Explained:
                 lines[1:1] = _origins(part)
             sides.append(Side(value, text(whole, self.names), places(lines)))
         note = _apart(gap)
-        return Hypothesis(theirs.module, gap.operation, gap.parameter, *sides, note=note)
+        rounded = _rounded_apart(gap)
+        if rounded:
+            gap, note = replace(gap, parameter="rounding"), f"{rounded:.1e}"
+        # A value that both have stands where it is used.
+        own = gap.torch is not None and gap.torch.operation != "leaf"
+        origin = gap.torch.origin if own else None
+        module = theirs.module if origin is None or origin.place is None else origin.module
+        return Hypothesis(module, gap.operation, gap.parameter, *sides, note=note)
 
     def _wrong_users(self, node: Node) -> list[Node]:
         """Return what computes wrongly with a node of JAX that is a value that both have."""
@@ -165,6 +187,9 @@ class _Explained:
             return self._parameters(*inner)
         found = narrowed(alignment, self.repair.flax, self.repair.value)
         ours, theirs = self.repair.flax, self.repair.torch
+        rounded = _rounded_by(alignment.value(ours), self.repair.value)
+        if rounded and found is None:
+            return replace(self._whole(), parameter="rounding", note=f"{rounded:.1e}")
         note = ""
         if found is not None:
             ours, theirs, right = found
@@ -191,15 +216,40 @@ class _Explained:
             sides.append(Side(shown(moves), expression, lines))
         return Hypothesis(theirs.module, theirs.operation, "layout", *sides, note=note)
 
-    def _parameters(self, ours: Node, theirs: Node) -> Hypothesis:
-        """Return the parameters of an operation of the same operands with another result."""
+    def _parameters(self, flax: Expression, torch: Expression) -> Hypothesis:
+        """Return the axes of an operation of the same operands with another result."""
+        ours, theirs = flax.origin, torch.origin
+        assert ours is not None
+        assert theirs is not None
         sides = []
-        for node, builder in ((ours, self.flax_builder), (theirs, self.torch_builder)):
-            axes, shape = _along(node)
+        moved = _in_layout_of(flax, torch)
+        for node, builder, along in (
+            (ours, self.flax_builder, _along(ours)),
+            (theirs, self.torch_builder, moved),
+        ):
+            axes, shape = along
             value = f"axis {plain(axes)} of {plain(shape)}"
+            if along != _along(node):
+                value += f", which is axis {plain(_along(node)[0])} in PyTorch"
             expression = text(builder.written(node), self.names)
             sides.append(Side(value, expression, places([node])))
         return Hypothesis(theirs.module, theirs.operation, "axes", *sides)
+
+
+def _in_order(alignment: Alignment) -> dict[Node, int]:
+    """Return the quantities of nodes, but for those of JAX that only rearrange their numbers."""
+    found = dict(alignment.quantities)
+    for node, others in alignment.torch_of.items():
+        if node.operation in REARRANGING and node in alignment.flax.varying:
+            values = [theirs.value for theirs in others if theirs.value.size == node.value.size]
+            if not any(_is_laid_out(alignment.value(node), value) for value in values):
+                del found[node]
+    return found
+
+
+def _is_laid_out(ours: np.ndarray, theirs: np.ndarray) -> bool:
+    layouts = islice(laid_out(theirs, ours.shape), LAYOUTS)
+    return any(same_array(ours, value) for value in layouts)
 
 
 def _lacks(part: Expression | None, parameter: str) -> bool:
@@ -215,7 +265,8 @@ def _apart(gap: Gap) -> str:
         return ""
     ours, theirs = gap.flax.origin.value, gap.torch.origin.value
     for there in laid_out(theirs, ours.shape):
-        if len(np.unique(ours)) > DISTINCT or len(np.unique(theirs)) > DISTINCT:
+        floating = "f" in (ours.dtype.kind, theirs.dtype.kind)
+        if floating and max(len(np.unique(ours)), len(np.unique(theirs))) > DISTINCT:
             return ""
         apart = np.argwhere(ours != there)
         if not len(apart) or ours.size < DISTINCT**2:
@@ -226,8 +277,32 @@ def _apart(gap: Gap) -> str:
     return ""
 
 
-def _innermost(flax: Expression, torch: Expression) -> tuple[Node, Node] | None:
-    """Return the first operations of equal operands that return other numbers."""
+def _rounded_apart(gap: Gap) -> float:
+    """Return by how much two arrays differ that agree to float32, which one of them is in; else 0.
+
+    Tables are built in float32 on both sides as a rule, each with roundings of its own.
+    """
+    both = gap.parameter == "operation" and gap.flax is not None and gap.torch is not None
+    if not both or "cast" in (gap.flax.operation, gap.torch.operation):
+        return 0.0
+    if gap.flax.origin is None or gap.torch.origin is None:
+        return 0.0
+    ours, theirs = gap.flax.origin.value, gap.torch.origin.value
+    if not any(x.dtype.kind == "f" and (x == x.astype(np.float32)).all() for x in (ours, theirs)):
+        return 0.0
+    layouts = islice(laid_out(theirs, ours.shape), LAYOUTS)
+    return next(filter(None, (_rounded_by(ours, there) for there in layouts)), 0.0)
+
+
+def _rounded_by(ours: np.ndarray, theirs: np.ndarray) -> float:
+    """Return by how much two arrays differ, if they agree to float32; else 0."""
+    scale = np.abs(theirs).max(initial=0.0)
+    error = np.abs(ours - theirs).max(initial=0.0)
+    return float(error / scale) if 0 < error <= ROUNDED * scale else 0.0
+
+
+def _innermost(flax: Expression, torch: Expression) -> tuple[Expression, Expression] | None:
+    """Return the first operations of equal operands that run along other axes."""
     for one, other in zip(flax.operands, torch.operands, strict=False):
         found = _innermost(one, other)
         if found is not None:
@@ -235,14 +310,62 @@ def _innermost(flax: Expression, torch: Expression) -> tuple[Node, Node] | None:
     ours, theirs = flax.origin, torch.origin
     if ours is None or theirs is None or ours.operation not in ALONG_AXES:
         return None
-    if Numbers(ours.value).equals(Numbers(theirs.value)) or _along(ours) == _along(theirs):
+    alike = ours.operation == theirs.operation
+    if alike and Numbers(ours.value).equals(Numbers(theirs.value)):
         return None
-    return ours, theirs
+    axes, shape = _along(ours)
+    others, there = _in_layout_of(flax, torch)
+    # Without a common layout, axes of one side say nothing about those of the other.
+    known = shape == there and None not in (axes, others)
+    return (flax, torch) if known and axes != others else None
+
+
+def _in_layout_of(flax: Expression, torch: Expression) -> tuple:
+    """Return the axes of PyTorch as axes of the operand of JAX, read from a value that both have.
+
+    The operands themselves may differ already, as the largest scores of a softmax do.
+    """
+    assert flax.origin is not None
+    assert torch.origin is not None
+    axes, shape = _along(torch.origin)
+    wanted = flax.origin.operands[0].value.shape
+    for ours in _operands_of(flax, wanted):
+        for theirs in _operands_of(torch, shape):
+            if ours.key == theirs.key and ours.origin and theirs.origin and axes is not None:
+                moved = _moved_axes(ours.origin.value, theirs.origin.value, axes)
+                if moved is not None:
+                    return moved, wanted
+    return axes, shape
+
+
+def _operands_of(expression: Expression, shape: Sequence[int]) -> list[Expression]:
+    """Return the values of a shape that both sides have, inside of an expression."""
+    leaves = [one for one in parts(expression) if one.operation == "leaf" and one.origin]
+    return [one for one in leaves if one.origin and one.origin.value.shape == tuple(shape)]
+
+
+def _moved_axes(
+    ours: np.ndarray, theirs: np.ndarray, axes: Sequence[int]
+) -> tuple[int, ...] | None:
+    """Return axes of an array as axes of the same numbers in another layout; None if not found."""
+    moved: list[int] = []
+    for axis in axes:
+        places = np.broadcast_to(np.indices(theirs.shape, sparse=True)[axis], theirs.shape)
+        layouts = zip(laid_out(theirs, ours.shape), laid_out(places, ours.shape), strict=True)
+        for values, index in islice(layouts, LAYOUTS):
+            if same_array(values, ours):
+                varies = [a for a in range(ours.ndim) if np.ptp(index, axis=a).any()]
+                moved += varies
+                break
+        else:
+            return None
+    return tuple(sorted(moved))
 
 
 def _along(node: Node) -> tuple:
     """Return the axes along which an operation runs, and the shape that they are axes of."""
     axes = node.parameters.get("axes", node.parameters.get("axis"))
+    axes = (axes,) if isinstance(axes, int) else axes
     return axes, node.operands[0].value.shape
 
 

@@ -550,11 +550,62 @@ def _piece(node: Node) -> tuple[tuple[int, int, int, int], ...]:
     return ((shape[axis], start, stop, 1),)
 
 
+def _stack(node: Node, x: list[Expression]) -> Expression:
+    # Where the new axis stands is a matter of layout.
+    return Expression("stack", tuple(x), (), node)
+
+
+def _topk(node: Node, x: list[Expression]) -> Expression:
+    given = node.parameters
+    settings = [("k", given["k"]), ("result", given["result"])]
+    if not given.get("largest", True):
+        settings.append(("largest", False))
+    return Expression("topk", (x[0],), tuple(settings), node)
+
+
+def _pad(node: Node, x: list[Expression]) -> Expression:
+    """Return a padding by the axes that it makes longer: size, before, after."""
+    shape = node.operands[0].value.shape
+    around = _around(node)
+    longer = [(size, *pads) for size, pads in zip(shape, around, strict=True) if any(pads)]
+    return Expression("pad", tuple(x), (("around", tuple(sorted(longer))),), node)
+
+
+def _around(node: Node) -> list[tuple[int, ...]]:
+    """Return what a padding puts before and after each axis, and between elements if it does."""
+    if "padding" in node.parameters:
+        pads = node.parameters["padding"]
+        return [tuple(pad) if pad[2] else tuple(pad[:2]) for pad in pads]
+    # PyTorch names the last axis first.
+    flat = node.parameters["pad"]
+    pairs = [(flat[i], flat[i + 1]) for i in range(0, len(flat), 2)]
+    return [(0, 0)] * (node.operands[0].value.ndim - len(pairs)) + pairs[::-1]
+
+
+def _spatial(node: Node) -> Sequence[int]:
+    """Return the axes of the image along which a convolution runs, in the order of its settings."""
+    # An operation of PyTorch has no equation, and its channels come first.
+    if node.equation is None:
+        return range(2, node.operands[0].value.ndim)
+    return node.equation.params["dimension_numbers"].lhs_spec[2:]
+
+
 def _conv(node: Node, x: list[Expression]) -> Expression:
     given = node.parameters
     padding = tuple(
         tuple(pad) if isinstance(pad, tuple) else (pad, pad) for pad in given["padding"]
     )
+    image = node.operands[0]
+    # Zeros that are put around the image before, and by the convolution itself, are one thing.
+    if x[0].operation == "pad" and x[0].origin is image and x[0].operands[1] == ZERO:
+        around = _around(image)
+        spatial = _spatial(node)
+        others = [pads for axis, pads in enumerate(around) if axis not in spatial]
+        pairs = [around[axis] for axis in spatial]
+        if all(len(pads) == 2 for pads in pairs) and not any(map(any, others)):
+            joined = zip(padding, pairs, strict=True)
+            padding = tuple((a + low, b + high) for (a, b), (low, high) in joined)
+            x = [x[0].operands[0], *x[1:]]
     settings = [("stride", tuple(given["stride"])), ("padding", padding)]
     settings += [("dilation", tuple(given["dilation"])), ("groups", given["groups"])]
     return Expression("conv", tuple(x), tuple(settings), node)
@@ -575,7 +626,7 @@ RULES: dict[str, Rule] = {
     "pow": _pow,
     "sum": _sum,
     "mean": _mean,
-    "linalg_vector_norm": _vector_norm,
+    "norm": _vector_norm,
     "amax": _amax,
     "max": _max,
     "erf": _erf,
@@ -591,4 +642,7 @@ RULES: dict[str, Rule] = {
     "element": _slice,
     "split": _slice,
     "conv": _conv,
+    "pad": _pad,
+    "stack": _stack,
+    "topk": _topk,
 }

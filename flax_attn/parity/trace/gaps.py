@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from flax_attn.parity.trace.align import HIDING
 from flax_attn.parity.trace.expression import (
@@ -18,6 +19,8 @@ from flax_attn.parity.trace.expression import (
 from flax_attn.parity.trace.program import Node
 
 # The operations whose operands have no order.
+# What one exponent says beside the share of values that two expressions have in common.
+WEIGHT = 0.5
 UNORDERED = ("sum", "product", "dot", "max", "min", "eq", "and", "or")
 
 
@@ -160,7 +163,7 @@ def _weighted(flax: Expression, torch: Expression) -> Iterator[Gap]:
             ours, theirs = number(own, flax.origin), number(other, torch.origin)
             yield Gap(operation, kind, ours, theirs, scaled=base if kind == "factor" else None)
     # Constants pair with one another, and terms with those that have most in common with them.
-    for base, other in _paired(list(here), list(there)):
+    for base, other in _paired(list(here), list(there), here, there):
         if base is not None and other is not None:
             own, its = here[base], there[other]
             if operation == "sum":
@@ -248,13 +251,24 @@ def _operands(
 
 
 def _paired(
-    flax: list[Expression], torch: list[Expression]
+    flax: list[Expression],
+    torch: list[Expression],
+    here: Mapping[Expression, float] = MappingProxyType({}),
+    there: Mapping[Expression, float] = MappingProxyType({}),
 ) -> list[tuple[Expression | None, Expression | None]]:
-    """Return expressions in pairs, those first that have most in common; then what is left."""
+    """Return expressions in pairs, those first that have most in common; then what is left.
+
+    Args:
+        flax: expressions of JAX.
+        torch: expressions of PyTorch.
+        here: their factors or exponents in JAX, if they have any.
+        there: those in PyTorch.
+    """
     fits = []
     for i, one in enumerate(flax):
         for j, other in enumerate(torch):
-            fits.append((-_alike(one, other), i, j))
+            same = one in here and here[one] == there[other]
+            fits.append((-_alike(one, other) - WEIGHT * same, i, j))
     found: list[tuple[Expression | None, Expression | None]] = []
     used_here: set[int] = set()
     used_there: set[int] = set()

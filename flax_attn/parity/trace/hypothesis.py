@@ -60,6 +60,7 @@ class Hypothesis:
         note: how the order of JAX's numbers differs from PyTorch's, in words; empty where it does
             not.
         backward: whether it is in the backward pass, where a name is that of a gradient.
+        doubtful: whether outputs still differ with the values of PyTorch in its place.
     """
 
     node: str
@@ -70,6 +71,7 @@ class Hypothesis:
     also: tuple[str, ...] = ()
     note: str = ""
     backward: bool = False
+    doubtful: bool = False
 
     @property
     def kind(self) -> tuple[Any, ...]:

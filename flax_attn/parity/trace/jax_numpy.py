@@ -8,6 +8,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from scipy import special
 
 from flax_attn.parity.jaxprs import bind
 
@@ -31,6 +32,7 @@ NAMES: dict[str, str] = {
     "conv_general_dilated": "conv",
     "rev": "flip",
     "dynamic_slice": "slice",
+    "top_k": "topk",
 }
 ELEMENTWISE: dict[str, Callable[..., Any]] = {
     "add": np.add,
@@ -55,6 +57,10 @@ ELEMENTWISE: dict[str, Callable[..., Any]] = {
     "ceil": np.ceil,
     "square": np.square,
     "is_finite": np.isfinite,
+    "erf": special.erf,
+    "erfc": special.erfc,
+    "pow": np.power,
+    "atan2": np.arctan2,
     "stop_gradient": np.positive,
     "eq": operator.eq,
     "ne": operator.ne,
@@ -62,6 +68,11 @@ ELEMENTWISE: dict[str, Callable[..., Any]] = {
     "le": operator.le,
     "gt": operator.gt,
     "ge": operator.ge,
+    # Of booleans, and of the bits of whole numbers.
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "not": np.invert,
+    "clamp": lambda low, x, high: np.clip(x, low, high),
 }
 REDUCTIONS: dict[str, Callable[..., Any]] = {
     "reduce_sum": np.sum,
@@ -70,6 +81,12 @@ REDUCTIONS: dict[str, Callable[..., Any]] = {
     "reduce_prod": np.prod,
     "reduce_and": np.all,
     "reduce_or": np.any,
+}
+CUMULATIVE: dict[str, Callable[..., Any]] = {
+    "cumsum": np.cumsum,
+    "cumprod": np.cumprod,
+    "cummax": np.maximum.accumulate,
+    "cummin": np.minimum.accumulate,
 }
 
 
@@ -128,6 +145,24 @@ def _power(params: Mapping[str, Any], operands: Arrays) -> np.ndarray:
     return operands[0] ** params["y"]
 
 
+def _cumulative(name: str) -> Callable[[Mapping[str, Any], Arrays], np.ndarray]:
+    function = CUMULATIVE[name]
+
+    def accumulated(params: Mapping[str, Any], operands: Arrays) -> np.ndarray:
+        axis = params["axis"]
+        if not params["reverse"]:
+            return function(operands[0], axis=axis)
+        return np.flip(function(np.flip(operands[0], axis), axis=axis), axis)
+
+    return accumulated
+
+
+def _iota(params: Mapping[str, Any], operands: Arrays) -> np.ndarray:
+    shape, axis = params["shape"], params["dimension"]
+    along = np.arange(shape[axis]).reshape([-1 if i == axis else 1 for i in range(len(shape))])
+    return np.broadcast_to(along, shape)
+
+
 def _cast(params: Mapping[str, Any], operands: Arrays) -> np.ndarray:
     return operands[0].astype(params["new_dtype"])
 
@@ -167,7 +202,9 @@ RULES: dict[str, Callable[[Mapping[str, Any], Arrays], np.ndarray]] = {
     "integer_pow": _power,
     "convert_element_type": _cast,
     "dot_general": _dot,
+    "iota": _iota,
     **{name: _reduce(name) for name in REDUCTIONS},
+    **{name: _cumulative(name) for name in CUMULATIVE},
 }
 
 
@@ -176,6 +213,8 @@ def function_of(eqn: Any) -> Callable[[Arrays], list[np.ndarray]]:
 
     NumPy computes what it computes as JAX does, in the dtypes that it has; JAX the rest.
     """
+    if eqn.primitive.name == "split":
+        return _split(eqn)
     rule = _rule_of(eqn)
     dtypes = [getattr(x.aval, "dtype", None) for x in [*eqn.invars, *eqn.outvars]]
     known = all(_of_numpy(dtype) for dtype in dtypes)
@@ -189,6 +228,11 @@ def function_of(eqn: Any) -> Callable[[Arrays], list[np.ndarray]]:
         return [value.reshape(shape)]
 
     return function
+
+
+def _split(eqn: Any) -> Callable[[Arrays], list[np.ndarray]]:
+    bounds = np.cumsum(eqn.params["sizes"])[:-1]
+    return lambda operands: np.split(operands[0], bounds, eqn.params["axis"])
 
 
 def _rule_of(eqn: Any) -> Callable[[Arrays], Any] | None:
@@ -214,16 +258,8 @@ def _of_numpy(dtype: Any) -> bool:
 
 
 def _bound(eqn: Any) -> Callable[[Arrays], list[np.ndarray]]:
-    def function(operands: Arrays) -> list[np.ndarray]:
-        with eqn.ctx.manager:
-            given = [_as_jax(operand) for operand in operands]
-        return [_as_numpy(result) for result in bind(eqn, given)]
-
-    return function
-
-
-def _as_jax(value: Any) -> Any:
-    return jnp.asarray(value) if isinstance(value, np.ndarray) else value
+    # What JAX takes, it takes from NumPy as well.
+    return lambda operands: [_as_numpy(result) for result in bind(eqn, operands)]
 
 
 def _as_numpy(value: Any) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 from operator import itemgetter
 from typing import Any
 
@@ -27,10 +27,14 @@ from flax_attn.parity.trace.program import Node, Program
 DEEPEST = 40
 # The operations that run again to see whether a replacement changes anything for the better.
 NEXT = 16
-# The replacements that are tried in one search, and those that are made.
-TRIED, MADE = 3000, 24
+# The replacements that are tried for one that is made, and those that are made.
+TRIED, MADE = 1500, 12
 # Those that make something agree, of which the best is taken.
 COMPARED = 24
+# Those that are tried after one that makes something agree.
+LOOKED_ON = 24
+# Those of one value that are tried where several are found.
+ALONE = 400
 # The depth of values that both have and JAX or PyTorch computes with: those of PyTorch are tried
 # after those of one side.
 FLAX_SHARED, TORCH_SHARED = 1, 4
@@ -59,6 +63,23 @@ class Search:
     wrong: list[str]
 
 
+@dataclass(frozen=True)
+class Tried:
+    """What a replacement makes agree.
+
+    Args:
+        gain: how many of the missing values.
+        changed: values of JAX that change.
+        certain: whether the nodes are certainly the same quantity.
+        complete: whether all outputs agree.
+    """
+
+    gain: int
+    changed: dict[Node, np.ndarray]
+    certain: bool
+    complete: bool
+
+
 def search(flax: Program, torch: Program, expected: Arrays | None = None) -> Search:
     """Return the replacements after which the outputs of two runs agree, as far as there are any.
 
@@ -68,7 +89,7 @@ def search(flax: Program, torch: Program, expected: Arrays | None = None) -> Sea
         expected: the right outputs of JAX; None are those of PyTorch.
     """
     right = {name: node.value for name, node in torch.outputs.items()}
-    alignment = Alignment(flax, torch, right if expected is None else expected)
+    first = alignment = Alignment(flax, torch, right if expected is None else expected)
     found: list[tuple[int, list[Hypothesis]]] = []
     while len(found) < MADE:
         wrong = wrong_outputs(alignment)
@@ -81,7 +102,41 @@ def search(flax: Program, torch: Program, expected: Arrays | None = None) -> Sea
         alignment = alignment.with_changed(changed)
     found.sort(key=itemgetter(0))
     every = chain.from_iterable(hypotheses for _, hypotheses in found)
-    return Search(grouped_by_kind(every), alignment, wrong_outputs(alignment))
+    hypotheses = grouped_by_kind(every)
+    if len(hypotheses) > 1:
+        alone = _explained_alone(first, hypotheses)
+        if alone is not None:
+            hypotheses, alignment = alone
+    return Search(hypotheses, alignment, wrong_outputs(alignment))
+
+
+def _length(hypotheses: Sequence[Hypothesis]) -> int:
+    """Return how much is written to say what differs."""
+    return sum(len(one.flax.value) + len(one.torch.value) for one in hypotheses)
+
+
+def _explained_alone(
+    alignment: Alignment, several: Sequence[Hypothesis]
+) -> tuple[tuple[Hypothesis, ...], Alignment] | None:
+    """Return what differs at one value that makes all outputs agree, if that is less.
+
+    What makes most values agree may do so by chance, where it is given what another one should be.
+    """
+    wrong = wrong_outputs(alignment)
+    ours = cone([alignment.flax.outputs[name] for name in wrong], alignment.torch_of)
+    theirs = cone([alignment.torch.outputs[name] for name in wrong], alignment.flax_of)
+    missing = set(theirs)
+    for flax, torch in islice(_candidates(alignment, ours, theirs), ALONE):
+        found = _tried(alignment, flax, torch, missing)
+        if found is None or not found.complete:
+            continue
+        repair = Repair(flax, torch, alignment, found.changed[flax])
+        hypotheses = grouped_by_kind(explain(repair))
+        told = all(one.parameter not in ("expression", "layout") for one in hypotheses)
+        fewer = len(hypotheses) < len(several) and _length(hypotheses) < _length(several)
+        if told and fewer:
+            return hypotheses, alignment.with_changed(found.changed)
+    return None
 
 
 def wrong_outputs(alignment: Alignment) -> list[str]:
@@ -101,20 +156,28 @@ def _next_repair(
     theirs = cone([alignment.torch.outputs[name] for name in wrong], alignment.flax_of)
     best: tuple[Repair, dict[Node, np.ndarray]] | None = None
     most = passed = 0
+    certain = False
+    left = TRIED
     missing = set(theirs)
     for flax, torch in _candidates(alignment, ours, theirs):
-        found = _tried(alignment, flax, torch, missing)
+        left -= 1
+        found = _tried(alignment, flax, torch, missing) if left else None
+        if not left or passed == COMPARED:
+            break
         if found is None:
             continue
-        gain, changed, certain = found
-        repair = Repair(flax, torch, alignment, changed[flax])
-        if certain:
-            return repair, _with_repeats(alignment, repair, changed)
+        repair = Repair(flax, torch, alignment, found.changed[flax])
+        if found.complete and not certain:
+            return repair, _with_repeats(alignment, repair, found.changed)
         passed += 1
-        if best is None or gain > most:
-            best, most = (repair, changed), gain
-        if passed == COMPARED:
-            break
+        # A few values agree by chance, where the same value in another's place makes more agree.
+        same = best is None or flax is best[0].flax or torch is best[0].torch
+        if (found.certain, found.gain) > (certain, most) and (same or not certain):
+            changed = found.changed
+            if found.certain:
+                left = min(left, LOOKED_ON)
+                changed = _with_repeats(alignment, repair, changed)
+            best, most, certain = (repair, changed), found.gain, found.certain
     return best or _output_repair(alignment, wrong)
 
 
@@ -158,9 +221,8 @@ def _candidates(
 ) -> Iterator[tuple[Node, Node]]:
     """Yield pairs of nodes that may be the same quantity, those near to agreeing values first."""
     depths = _depths(ours, alignment.flax) | _depths(theirs, alignment.torch)
-    users = alignment.flax.users
-    here = [node for node in ours if _is_candidate(node, depths) and not _is_shift(node, users)]
-    there = [node for node in theirs if _is_candidate(node, depths)]
+    here = [node for node in ours if _is_candidate(node, depths, alignment.flax.users)]
+    there = [node for node in theirs if _is_candidate(node, depths, alignment.torch.users)]
     inside = set(depths)
     # One side may compute more with a value that both have.
     shared_here = _shared_operands(alignment, ours, alignment.torch_of)
@@ -191,7 +253,7 @@ def _candidates(
             common = len(leaves[flax] & leaves[torch]) / max(len(every), 1)
             pairs.append((depths[flax] + depths[torch], -common, flax.order, flax, torch))
     pairs.sort(key=lambda pair: pair[:3])
-    for *_, flax, torch in pairs[:TRIED]:
+    for *_, flax, torch in pairs:
         yield flax, torch
 
 
@@ -216,11 +278,18 @@ def _shared_operands(
     """Return the values that both have and one side computes with."""
     found: dict[Node, None] = {}
     for node in nodes:
-        for operand in node.operands:
+        for operand in map(_untransposed, node.operands):
             shared = operand in matched and operand.operation not in SKIPPED
             if shared and operand.floating and alignment.numbers(operand).telling:
                 found[operand] = None
     return list(found)
+
+
+def _untransposed(node: Node) -> Node:
+    """Return what a node has in another order of axes, none of them split or joined."""
+    origin = moved_from(node)
+    sizes = [sorted(np.squeeze(x.value).shape) for x in (node, origin)]
+    return origin if node.operation in LAYOUT and sizes[0] == sizes[1] else node
 
 
 def _is_alone(alignment: Alignment, node: Node) -> bool:
@@ -258,9 +327,35 @@ def _is_shift(node: Node, users: Mapping[Node, Sequence[Node]]) -> bool:
     return bool(users[node])
 
 
-def _is_candidate(node: Node, depths: dict[Node, int]) -> bool:
+def _is_in_softmax(node: Node, users: Mapping[Node, Sequence[Node]]) -> bool:
+    """Whether a value is a step of a softmax before its end, or of several that divide by a sum."""
+    after = list(_beyond_layout(node, users))
+    if node.operation == "exp":
+        summed = [user for user in after if user.operation == "sum"]
+        divided = [user for user in after if user.operation == "div" and user not in summed]
+        whole = len(summed) == 1 and len(summed) + len(divided) == len(after)
+        return whole and all(_is_in_softmax(one, users) for one in summed)
+    if node.operation == "sum":
+        return bool(after) and all(user.operation == "div" for user in after)
+    shifts = node.operation == "sub" and _is_shift(node.operands[1], users)
+    return shifts and all(_is_in_softmax(user, users) for user in after)
+
+
+def _beyond_layout(node: Node, users: Mapping[Node, Sequence[Node]]) -> Iterator[Node]:
+    for user in users[node]:
+        if user.operation in LAYOUT:
+            yield from _beyond_layout(user, users)
+        else:
+            yield user
+
+
+def _is_candidate(
+    node: Node, depths: dict[Node, int], users: Mapping[Node, Sequence[Node]]
+) -> bool:
     shown = node.operation not in SKIPPED or not any(x in depths for x in node.operands)
-    return node.floating and shown and bool(node.operands) and depths[node] <= DEEPEST
+    if not (node.floating and shown and node.operands and depths[node] <= DEEPEST):
+        return False
+    return not (_is_shift(node, users) or _is_in_softmax(node, users))
 
 
 def _depths(nodes: Sequence[Node], program: Program) -> dict[Node, int]:
@@ -275,18 +370,14 @@ def _depths(nodes: Sequence[Node], program: Program) -> dict[Node, int]:
     return found
 
 
-def _tried(
-    alignment: Alignment, flax: Node, torch: Node, missing: set[Node]
-) -> tuple[int, dict[Node, np.ndarray], bool] | None:
-    """Return what a replacement makes agree, in the layout in which it does; None if nothing.
-
-    That is how many of the missing values, the values of JAX that change, and whether the nodes are
-    certainly the same quantity.
-    """
+def _tried(alignment: Alignment, flax: Node, torch: Node, missing: set[Node]) -> Tried | None:
+    """Return what a replacement makes agree, in the layout in which it does; None if nothing."""
     known = alignment.changed
+    users = len(list(_beyond_layout(flax, alignment.flax.users)))
     is_output = any(flax is node for node in alignment.flax.outputs.values())
     for value in _layouts(alignment, flax, torch):
-        near = alignment.flax.rerun({flax: value}, known, NEXT)
+        # What is taken apart step by step, as by a scan, is computed with after each step is taken.
+        near = alignment.flax.rerun({flax: value}, known, NEXT * users)
         if not is_output and not _agreeing(alignment, near, flax, missing):
             continue
         changed = alignment.flax.rerun({flax: value}, known)
@@ -298,7 +389,7 @@ def _tried(
         )
         if gain or complete:
             together = gain > 1 and _is_certain(alignment, changed, agreeing)
-            return gain, changed, complete or gain >= SURE or together
+            return Tried(gain, changed, complete or gain >= SURE or together, complete)
     return None
 
 
@@ -340,7 +431,12 @@ def _agreeing(
     """Return the missing nodes of PyTorch that each changed value agrees with, if there are any."""
     found: dict[Node, set[Node]] = {}
     for node, value in changed.items():
-        if node is given or node.operation in LAYOUT:
+        # What has the numbers of the replaced value agrees whatever this is.
+        moves = node.operation in SKIPPED or any(
+            operand in changed and np.array_equal(changed[operand], value)
+            for operand in node.operands
+        )
+        if node is given or moves:
             continue
         matched = missing.intersection(alignment.matches_array(value))
         if matched:

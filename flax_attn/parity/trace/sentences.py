@@ -25,15 +25,19 @@ def headline(found: Hypothesis) -> str:
     where = found.node or "the whole module"
     if found.also:
         more = f" and {len(found.also) - NAMED} more" if len(found.also) > NAMED else ""
-        where = f"{where} (also {', '.join(found.also[:NAMED])}{more})"
+        others = [path or "the whole module" for path in found.also[:NAMED]]
+        where = f"{where} (also {', '.join(others)}{more})"
     run = "in the backward pass " if found.backward else ""
-    return f"{where}: {run}{_difference(found)}"
+    doubt = "perhaps " if found.doubtful else ""
+    return f"{where}: {run}{doubt}{_difference(found)}"
 
 
 def edit(found: Hypothesis) -> str:
     """Return what to change in the JAX module."""
     where = f"in {found.flax.place}: " if found.flax.places else ""
     ours, theirs = found.flax.value, found.torch.value
+    if found.parameter == "rounding":
+        return f"{where}take the numbers of {theirs}, or build both in float64"
     if not theirs:
         return f"{where}remove {ours}"
     if not ours:
@@ -92,6 +96,11 @@ def _difference(found: Hypothesis) -> str:
     if found.parameter == "layout":
         note = f": in flax {found.note}" if found.note else ""
         return f"the same numbers are laid out differently{note}"
+    if found.parameter == "rounding":
+        return (
+            f"{ours} of flax and {theirs} of torch agree to {found.note} alone, as tables do that"
+            " are built in float32: build both in float64, or take the numbers of one"
+        )
     if found.parameter == "expression":
         return "both compute something else from the same values"
     if found.parameter == "gradient":
@@ -121,7 +130,7 @@ def _difference(found: Hypothesis) -> str:
 def lines(found: Hypothesis) -> Iterator[str]:
     """Yield the sentence, and both sides with their lines of source."""
     yield headline(found)
-    if found.note and found.parameter != "layout":
+    if found.note and found.parameter not in ("layout", "rounding"):
         yield f"  {found.note}"
     for name, side in (("flax ", found.flax), ("torch", found.torch)):
         if not side.expression:

@@ -86,9 +86,13 @@ def _computing(alignment: Alignment, node: Node) -> Iterator[Node]:
 
 
 def _nodes(alignment: Alignment, keys: Collection[tuple[int, int]]) -> list[Node]:
-    """Return the operations of JAX whose operands these are."""
-    wanted = {identity for identity, _ in keys}
-    return [node for node in alignment.flax.nodes if id(node.equation) in wanted]
+    """Return these operands of JAX, or the operations that they are given to, if these are."""
+    found = []
+    for node in alignment.flax.nodes:
+        for i, operand in enumerate(node.operands):
+            if (id(node.equation), i) in keys:
+                found.append(operand if operand.place is not None else node)
+    return found
 
 
 def _hypothesis(node: Node, others: Sequence[Node]) -> Hypothesis:

@@ -47,6 +47,26 @@ COMPOSED = [
     aten.mse_loss_backward,
     aten.masked_fill,
     aten.lerp,
+    aten.logsumexp,
+    aten.log_sigmoid_forward,
+    aten.mish,
+    aten.hardtanh,
+    aten.threshold,
+    aten.softshrink,
+    aten.hardshrink,
+    aten._prelu_kernel,
+    aten.smooth_l1_loss,
+    aten.huber_loss,
+    aten.binary_cross_entropy,
+    aten.grid_sampler_2d,
+    aten.upsample_nearest2d,
+    aten.upsample_bilinear2d,
+    aten.upsample_bicubic2d,
+    aten.reflection_pad1d,
+    aten.reflection_pad2d,
+    aten.replication_pad2d,
+    aten.pixel_shuffle,
+    aten.pixel_unshuffle,
 ]
 
 
@@ -208,6 +228,9 @@ class _Recorder(TorchDispatchMode):
         if node is not None and version == tensor._version:
             return node
         value = _numpy(tensor)
+        # Another part of the same memory was written: PyTorch counts that as a change of the whole.
+        if node is not None and np.array_equal(node.value, value, equal_nan=True):
+            return node
         written = self._written.get(key[0])
         if written is None:
             node = Node("constant", (), value, place=self._place)

@@ -1,0 +1,22 @@
+"""A module that mixes dtypes, judged by a process in which JAX promotes none."""
+
+import jax
+import pytest
+import torch
+from flax import nnx
+
+from flax_attn.parity import compare
+
+
+@pytest.mark.parametrize("setting", ["strict", "standard"])
+def test_a_module_that_mixes_dtypes_is_judged_with_the_default_of_jax(setting):
+    options = {"epsilon": 1e-5, "momentum": 0.9, "use_fast_variance": False}
+    ours = nnx.BatchNorm(4, rngs=nnx.Rngs(0), **options)
+    theirs = torch.nn.BatchNorm1d(4).eval()
+    checks = ["forward", "running statistics"]
+    with jax.numpy_dtype_promotion(setting), jax.numpy_rank_promotion("allow"):
+        report = compare(ours, theirs, [(5, 4)], checks=checks, locate=False)
+    assert report.passed, report.explain()
+    assert report.check("running statistics").ran
+    said = [note for note in report.notes if "numpy_dtype_promotion=strict refuses" in note]
+    assert bool(said) == (setting == "strict")
