@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Integer
 
+from flax_attn.functional.shapes import Index
+
 Limit = int | Integer[Array, "..."]
 # Beyond every index; sums of a few of these still fit int32.
 UNBOUNDED = 2**29
@@ -63,6 +65,16 @@ class Tiles(NamedTuple):
 
     def __and__(self, other: Tiles) -> Tiles:
         return Tiles(self.some & other.some, self.whole & other.whole)
+
+    def over(self, starts: Index, stops: Index, size: int) -> Tiles:
+        """Return the same of other runs of keys, where each of these runs holds `size` keys."""
+        left = jnp.arange(len(self.some), dtype=jnp.int32)[None] * size
+        right = left + size
+        met = (left < stops[:, None]) & (right > starts[:, None])
+        # A tile that lies outside of these keys says nothing about them.
+        some = met & self.some[None]
+        whole = ~met | self.whole[None]
+        return Tiles(some.any(axis=1), whole.all(axis=1))
 
 
 def bounded(values: Any, more: int = 0) -> int | Array:
