@@ -5,6 +5,7 @@ Only in flax_attn: torch_ref computes token by token.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -52,12 +53,17 @@ def recurrent(steps: Steps, state: Array, precision: PrecisionLike = None) -> tu
     step = partial(_token_step, precision=precision)
     # A step of decoding: a loop of one turn would cost more than its work.
     if steps.key.shape[1] == 1:
-        only = jax.tree.map(lambda x: x[:, 0], steps)
-        state, output = step(state, only)
-        return output[:, None], state
+        return _only_step(step, steps, state)
     tokens_first = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), steps)
     state, output = jax.lax.scan(step, state, tokens_first)
     return jnp.moveaxis(output, 0, 1), state
+
+
+def _only_step(step: Callable, steps: Steps, state: Array) -> tuple[Array, Array]:
+    """Return the output and the state of the one token that there is."""
+    token = jax.tree.map(lambda x: x[:, 0], steps)
+    state, output = step(state, token)
+    return output[:, None], state
 
 
 def _token_step(state: Array, token: Steps, precision: PrecisionLike) -> tuple[Array, Array]:
@@ -108,16 +114,22 @@ def chunked(
     t = steps.key.shape[1]
     if size is None:
         size = min(CHUNK, 1 << (t - 1).bit_length())
-    chunks = jax.tree.map(lambda x: _split(x, size), steps)
-    # Prepared again in the backward pass.
-    prepare = jax.checkpoint(partial(_prepare, precision=precision))
-    prepared = prepare(chunks)
-    count = -(-t // size)
-    prepared = jax.tree.map(lambda x: rearrange(x, "(c r) s h -> c r s h", c=count), prepared)
+    prepared = _prepared_chunks(steps, size, precision)
     step = partial(_chunk_step, precision=precision)
     state, output = jax.lax.scan(step, state, prepared)
     output = rearrange(output, "c r s v -> r (c s) v")
+    # Without the zeros behind the last token.
     return output[:, :t], state
+
+
+def _prepared_chunks(steps: Steps, size: int, precision: PrecisionLike) -> _Chunk:
+    """Return what is computed for all chunks at once, `(c, r, ...)`: c chunks of r rows."""
+    chunks = jax.tree.map(partial(_split, size=size), steps)
+    # Prepared again in the backward pass.
+    prepare = jax.checkpoint(partial(_prepare, precision=precision))
+    prepared = prepare(chunks)
+    count = -(-steps.key.shape[1] // size)
+    return jax.tree.map(lambda x: rearrange(x, "(c r) s h -> c r s h", c=count), prepared)
 
 
 class _Chunk(NamedTuple):
@@ -149,7 +161,7 @@ def _split(x: Array, size: int) -> Array:
 
 
 def _prepare(chunk: Steps, precision: PrecisionLike) -> _Chunk:
-    """Return chunks ready for a state: `within` is A, `solution` is `(I + L)^-1 beta`."""
+    """Return chunks ready for a state: `within` is A, `since` the decays D_i0, `until` D_Ci."""
     # The document of each token, counted in its chunk; the state before has 0.
     document = jnp.cumsum(chunk.starts, axis=1)
     of_the_state = document == 0
@@ -162,15 +174,7 @@ def _prepare(chunk: Steps, precision: PrecisionLike) -> _Chunk:
     between = jnp.where(same, pairs.products[:, 1], 0)
     since = jnp.where(of_the_state, jnp.exp(pairs.before), 0)
     until = jnp.where(of_the_end, jnp.exp(pairs.after), 0)
-
-    product = partial(jnp.matmul, precision=precision)
-    new = chunk.value
-    removed = None
-    if chunk.beta is not None:
-        lower = jnp.tril(between, -1) * chunk.beta
-        solution = unit_inverse(lower) * chunk.beta.mT
-        new = product(solution, chunk.value)
-        removed = product(solution, chunk.key * since)
+    new, removed = _solved(chunk, between, since, precision)
     return _Chunk(
         query=chunk.query * since,
         key=chunk.key * until,
@@ -181,15 +185,28 @@ def _prepare(chunk: Steps, precision: PrecisionLike) -> _Chunk:
     )
 
 
+def _solved(
+    chunk: Steps, between: Array, since: Array, precision: PrecisionLike
+) -> tuple[Array, Array | None]:
+    """Return `new` and `removed`, which solve the triangular system of a chunk."""
+    # Without beta nothing is replaced: what a token adds depends on no other.
+    if chunk.beta is None:
+        return chunk.value, None
+    product = partial(jnp.matmul, precision=precision)
+    lower = jnp.tril(between, -1) * chunk.beta
+    solution = unit_inverse(lower) * chunk.beta.mT
+    new = product(solution, chunk.value)
+    return new, product(solution, chunk.key * since)
+
+
 def _chunk_step(state: Array, chunk: _Chunk, precision: PrecisionLike) -> tuple[Array, Array]:
     """Return the state after a chunk, and its output."""
     product = partial(jnp.matmul, precision=precision)
     new = chunk.new
+    # What the state before holds under the keys is replaced.
     if chunk.removed is not None:
-        held = product(chunk.removed, state.mT)
-        new = new - held
+        new = new - product(chunk.removed, state.mT)
     before = product(chunk.query, state.mT)
     within = product(chunk.within, new)
     added = product(new.mT, chunk.key)
-    state = state * chunk.kept + added
-    return state, before + within
+    return state * chunk.kept + added, before + within
