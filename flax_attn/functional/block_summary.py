@@ -12,10 +12,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from einops import rearrange, reduce
-from jaxtyping import Array, Bool
+from jaxtyping import Array
 
 from attn_spec.checks import check_positive
-from flax_attn.functional.kv_range import KVRange, Tiles, true_range
+from flax_attn.functional.kv_range import KVRange, Tiles, between, true_range
 from flax_attn.functional.mask_part import MaskPart, pick
 
 
@@ -53,26 +53,20 @@ class Summary:
     def row(self, b: Any, n: Any) -> Summary:
         """Return the summary for one row of the batch and one head; None is all heads."""
         some, whole = pick(self.some, b, 0), pick(self.whole, b, 0)
-        if n is not None:
-            some, whole = pick(some, n, 1), pick(whole, n, 1)
-        return replace(self, some=some, whole=whole)
+        return replace(self, some=pick(some, n, 1), whole=pick(whole, n, 1))
 
     def columns(self, first: Any, last: Any) -> Tiles:
         """Return what the queries `first` to `last` see of every run of `size` keys.
 
         This is over all rows of the batch and all heads.
         """
-        asking = self._meets(first, last)
+        # Of rows of tiles, those that hold one of the queries.
+        count = self.some.shape[2]
+        asking = between(count, first // self.size, last // self.size)[:, None]
         # Tiles of other queries show nothing and hide nothing.
         some = reduce(self.some, "b n t s -> t s", "max") & asking
         whole = reduce(self.whole, "b n t s -> t s", "min") | ~asking
         return Tiles(some.any(axis=0), whole.all(axis=0))
-
-    def _meets(self, first: Any, last: Any) -> Bool[Array, "t 1"]:
-        """Return which rows of tiles hold one of the queries `first` to `last`."""
-        tiles = jnp.arange(self.some.shape[2], dtype=jnp.int32)[:, None]
-        after_first = tiles >= first // self.size
-        return after_first & (tiles <= last // self.size)
 
 
 @dataclass(frozen=True)
