@@ -174,7 +174,15 @@ def _prepare(chunk: Steps, precision: PrecisionLike) -> _Chunk:
     between = jnp.where(same, pairs.products[:, 1], 0)
     since = jnp.where(of_the_state, jnp.exp(pairs.before), 0)
     until = jnp.where(of_the_end, jnp.exp(pairs.after), 0)
-    new, removed = _solved(chunk, between, since, precision)
+
+    product = partial(jnp.matmul, precision=precision)
+    new = chunk.value
+    removed = None
+    # Without beta nothing is replaced: what a token adds depends on no other.
+    if chunk.beta is not None:
+        solution = _solution(between, chunk.beta)
+        new = product(solution, chunk.value)
+        removed = product(solution, chunk.key * since)
     return _Chunk(
         query=chunk.query * since,
         key=chunk.key * until,
@@ -185,28 +193,26 @@ def _prepare(chunk: Steps, precision: PrecisionLike) -> _Chunk:
     )
 
 
-def _solved(
-    chunk: Steps, between: Array, since: Array, precision: PrecisionLike
-) -> tuple[Array, Array | None]:
-    """Return `new` and `removed`, which solve the triangular system of a chunk."""
-    # Without beta nothing is replaced: what a token adds depends on no other.
-    if chunk.beta is None:
-        return chunk.value, None
-    product = partial(jnp.matmul, precision=precision)
-    lower = jnp.tril(between, -1) * chunk.beta
-    solution = unit_inverse(lower) * chunk.beta.mT
-    new = product(solution, chunk.value)
-    return new, product(solution, chunk.key * since)
+def _solution(between: Array, beta: Array) -> Array:
+    """Return `(I + L)^-1 beta`, by which the triangular system of a chunk is solved."""
+    lower = jnp.tril(between, -1) * beta
+    return unit_inverse(lower) * beta.mT
 
 
 def _chunk_step(state: Array, chunk: _Chunk, precision: PrecisionLike) -> tuple[Array, Array]:
     """Return the state after a chunk, and its output."""
     product = partial(jnp.matmul, precision=precision)
-    new = chunk.new
-    # What the state before holds under the keys is replaced.
-    if chunk.removed is not None:
-        new = new - product(chunk.removed, state.mT)
+    new = _added(state, chunk, precision)
     before = product(chunk.query, state.mT)
     within = product(chunk.within, new)
     added = product(new.mT, chunk.key)
     return state * chunk.kept + added, before + within
+
+
+def _added(state: Array, chunk: _Chunk, precision: PrecisionLike) -> Array:
+    """Return what the tokens of a chunk add to a state."""
+    if chunk.removed is None:
+        return chunk.new
+    # What the state holds under their keys is replaced.
+    held = jnp.matmul(chunk.removed, state.mT, precision=precision)
+    return chunk.new - held

@@ -12,6 +12,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import jax
@@ -24,6 +25,8 @@ from jaxtyping import Array
 from attn_spec.function_checks import check_function, check_single, needs_values
 
 INDEX = jax.ShapeDtypeStruct((), jnp.int32)
+# Arrays that stand in operations with their values; a tracer has none.
+_CONSTANTS = (np.ndarray, np.generic, Array)
 _NO_MESH = jax.sharding.AbstractMesh((), ())
 
 
@@ -204,25 +207,28 @@ def _operations(jaxpr: Any, origin: Any) -> tuple:
     Variables are compared by their number, arrays by their content. Rules for derivatives are
     traced anew each time: they are equal if the whole function, `origin`, is the same.
     """
-    numbers: dict[Any, int] = {}
-
-    def atom(x: Any) -> tuple:
-        kind = str(x.aval)
-        if isinstance(x, Literal):
-            return kind, _comparable(x.val, origin)
-        return kind, numbers.setdefault(x, len(numbers))
-
-    def atoms(variables: Sequence[Any]) -> tuple:
-        return tuple(atom(x) for x in variables)
-
+    # Filled in the order in which variables are met.
+    atoms = partial(_atoms, numbers={}, origin=origin)
     inputs = atoms((*jaxpr.constvars, *jaxpr.invars))
-    equations = []
-    for eqn in jaxpr.eqns:
-        taken = atoms(eqn.invars)
-        parameters = _parameters(eqn, origin)
-        made = atoms(eqn.outvars)
-        equations.append((eqn.primitive, taken, parameters, made))
+    equations = [_equation(eqn, atoms, origin) for eqn in jaxpr.eqns]
     return inputs, tuple(equations), atoms(jaxpr.outvars)
+
+
+def _equation(eqn: Any, atoms: Callable, origin: Any) -> tuple:
+    taken = atoms(eqn.invars)
+    parameters = _parameters(eqn, origin)
+    return eqn.primitive, taken, parameters, atoms(eqn.outvars)
+
+
+def _atoms(variables: Sequence[Any], numbers: dict[Any, int], origin: Any) -> tuple:
+    return tuple(_atom(x, numbers, origin) for x in variables)
+
+
+def _atom(x: Any, numbers: dict[Any, int], origin: Any) -> tuple:
+    kind = str(x.aval)
+    if isinstance(x, Literal):
+        return kind, _comparable(x.val, origin)
+    return kind, numbers.setdefault(x, len(numbers))
 
 
 def _parameters(eqn: Any, origin: Any) -> Any:
@@ -238,20 +244,23 @@ def _is_known(parameter: Any) -> bool:
 
 
 def _comparable(value: Any, origin: Any) -> Any:
-    if hasattr(value, "eqns"):
-        constants = [*getattr(value, "consts", ())]
-        jaxpr = getattr(value, "jaxpr", value)
-        return _operations(jaxpr, origin), _comparable(constants, origin)
     if isinstance(value, dict):
-        return tuple((key, _comparable(x, origin)) for key, x in sorted(value.items()))
+        value = sorted(value.items())
     if isinstance(value, tuple | list):
         return type(value).__name__, tuple(_comparable(x, origin) for x in value)
-    return _comparable_leaf(value)
+    is_jaxpr = hasattr(value, "eqns")
+    return _comparable_jaxpr(value, origin) if is_jaxpr else _comparable_leaf(value)
+
+
+def _comparable_jaxpr(value: Any, origin: Any) -> tuple:
+    constants = [*getattr(value, "consts", ())]
+    jaxpr = getattr(value, "jaxpr", value)
+    return _operations(jaxpr, origin), _comparable(constants, origin)
 
 
 def _comparable_leaf(value: Any) -> tuple:
-    is_array = isinstance(value, np.ndarray | np.generic | Array)
-    if is_array and not isinstance(value, Tracer):
+    is_known = isinstance(value, _CONSTANTS) and not isinstance(value, Tracer)
+    if is_known:
         array = np.asarray(value)
         return str(array.dtype), array.shape, array.tobytes()
     # 1, 1.0 and True are equal; their types are not.
