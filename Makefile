@@ -128,7 +128,7 @@ test-gpu: .venv-gpu/installed
 	.venv-gpu/bin/pytest -ra tests/backends/test_cudnn_kernels.py tests/backends/test_fused_compiled.py tests/tools/test_aot.py $(ARGS)
 
 # Folders whose lines hold one idea each; the others are still to be written so.
-READABLE := attn_spec torch_ref/models torch_ref/modules $(addprefix flax_attn/, aot bench cli convert device models modules native plan proof sharding training)
+READABLE := attn_spec $(addprefix torch_ref/, attention.py functional models modules) $(addprefix flax_attn/, aot bench cli convert device functional models modules native plan proof sharding training)
 
 lint: .venv/installed
 	$(BIN)/ruff format --check

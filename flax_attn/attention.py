@@ -155,10 +155,13 @@ def attend(
     numerics = {"scale": scale, "soft_cap": soft_cap, "dropout": dropout, "precision": precision}
     what = {"is_causal": is_causal, "score": score, "sinks": sinks}
     call = prepare(query, key, value, bias, mask, **what, **numerics)
+    # Read after the checks: before them it may be no array.
+    unbatched = query.ndim == 3
     named = {name: checkpoint_name(getattr(call, name), name) for name in _INPUTS}
     output, weights = _attend(replace(call, **named), backend, return_weights)
     output = checkpoint_name(output, "context")
-    if query.ndim == 3:
+    # One sequence was a batch of one.
+    if unbatched:
         output, weights = output[0], None if weights is None else weights[0]
     return Outputs(output, weights)
 

@@ -97,6 +97,7 @@ def dot_product_attention(
         >>> dot_product_attention(x, x, x, mask=Mask.causal()).shape
         torch.Size([2, 5, 4, 8])
     """
+    # All but `return_weights`, which `attend` alone takes.
     options: AttentionOptions = {
         "scale": scale,
         "soft_cap": soft_cap,
@@ -141,7 +142,9 @@ def attend(
     for name, x in (("query", query), ("key", key), ("value", value)):
         check_argument(name, x, Tensor, f"Pass torch.as_tensor({name})")
     shapes = tuple(query.shape), tuple(key.shape), tuple(value.shape)
-    check_inputs(*shapes, tuple(_dtype(x) for x in (query, key, value)))
+    dtypes = tuple(_dtype(x) for x in (query, key, value))
+    # All checks come before anything is computed.
+    check_inputs(*shapes, dtypes)
     check_type("is_causal", is_causal, bool, "True or False")
     check_soft_cap(soft_cap)
     check_backend(backend)
@@ -149,17 +152,25 @@ def attend(
     unbatched = query.ndim == 3
     if unbatched:
         query, key, value = query[None], key[None], value[None]
-    query, key, value = (
-        checkpoint_name(x, n) for n, x in (("query", query), ("key", key), ("value", value))
-    )
+    # Named, so that a tool can observe them, or put others in their place.
+    query = checkpoint_name(query, "query")
+    key = checkpoint_name(key, "key")
+    value = checkpoint_name(value, "value")
     shape = (query.shape[0], query.shape[2], query.shape[1], key.shape[1])
     if bias is not None:
         check_argument("bias", bias, Tensor, "Pass torch.as_tensor(bias)")
         check_bias(tuple(bias.shape), _dtype(bias), shape)
+        # Aligned at the last axis, as arrays broadcast.
         bias = bias.reshape((1,) * (4 - bias.ndim) + tuple(bias.shape))
     if sinks is not None:
-        query, sinks = without_nonfinite_sinks(query, _as_sinks(sinks, query.shape[2]))
-    mask = as_mask(mask) & Mask.causal() if is_causal else as_mask(mask)
+        sinks = _as_sinks(sinks, query.shape[2])
+        # A sink that is not finite makes NaN of its own head, and of no other.
+        query, sinks = without_nonfinite_sinks(query, sinks)
+    mask = as_mask(mask)
+    if is_causal:
+        mask = mask & Mask.causal()
+    if score is not None and not isinstance(score, ScoreFunction):
+        score = ScoreFunction(score)
     output, weights = reference_attention(
         query,
         key,
@@ -168,13 +179,15 @@ def attend(
         mask.resolve(*shape),
         scale=query.shape[-1] ** -0.5 if scale is None else _as_scale(scale),
         soft_cap=soft_cap,
-        score=score if score is None or isinstance(score, ScoreFunction) else ScoreFunction(score),
+        score=score,
         sinks=sinks,
         dropout=dropout,
     )
     output = checkpoint_name(output, "context")
+    # One sequence was a batch of one.
     if unbatched:
         output, weights = output[0], weights[0]
+    # Computed in any case, so that the output does not depend on who asks for them.
     return Outputs(output, weights if return_weights else None)
 
 
@@ -230,10 +243,19 @@ def attend_one_head(
 
 
 def _as_scale(scale: Any) -> float | Tensor:
-    scale = scale.item() if isinstance(scale, np.ndarray) and not scale.ndim else scale
-    array = isinstance(scale, Tensor | np.ndarray)
-    check_scale(scale, tuple(scale.shape) if array else None, _dtype(scale) if array else "")
+    scale = _number(scale)
+    is_array = isinstance(scale, Tensor | np.ndarray)
+    shape = tuple(scale.shape) if is_array else None
+    dtype = _dtype(scale) if is_array else ""
+    check_scale(scale, shape, dtype)
+    # A tensor of one number may be learned: to read it would cut off its gradient.
     return scale if isinstance(scale, Tensor) else float(scale)
+
+
+def _number(scale: Any) -> Any:
+    # An array of NumPy that holds one number stands for that number.
+    is_number = isinstance(scale, np.ndarray) and not scale.ndim
+    return scale.item() if is_number else scale
 
 
 def _as_sinks(sinks: Tensor, heads: int) -> Tensor:

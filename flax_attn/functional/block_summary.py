@@ -12,10 +12,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from einops import rearrange, reduce
-from jaxtyping import Array, Bool
+from jaxtyping import Array
 
 from attn_spec.checks import check_positive
-from flax_attn.functional.kv_range import KVRange, Tiles, true_range
+from flax_attn.functional.kv_range import KVRange, Tiles, between, true_range
 from flax_attn.functional.mask_part import MaskPart, pick
 
 
@@ -39,21 +39,31 @@ class Summary:
     def __str__(self) -> str:
         return "summarise({}, {}, tile={})".format(*self.shape, self.size)
 
+    def check_shape(self, t: int, s: int) -> None:
+        """Raise unless the summary was made for `t` queries and `s` keys."""
+        if self.shape == (t, s):
+            return
+        made = "t={}, s={}".format(*self.shape)
+        raise ValueError(
+            "the summary of a mask is one of its tiles, for one number of queries and keys;"
+            f" got t={t}, s={s}, and a summary for {made}. Make it for this call:"
+            f" mask.summarise({t}, {s})"
+        )
+
     def row(self, b: Any, n: Any) -> Summary:
         """Return the summary for one row of the batch and one head; None is all heads."""
         some, whole = pick(self.some, b, 0), pick(self.whole, b, 0)
-        if n is not None:
-            some, whole = pick(some, n, 1), pick(whole, n, 1)
-        return replace(self, some=some, whole=whole)
+        return replace(self, some=pick(some, n, 1), whole=pick(whole, n, 1))
 
     def columns(self, first: Any, last: Any) -> Tiles:
         """Return what the queries `first` to `last` see of every run of `size` keys.
 
         This is over all rows of the batch and all heads.
         """
-        index = jnp.arange(self.some.shape[2], dtype=jnp.int32)[:, None]
-        after_first = index >= first // self.size
-        asking = after_first & (index <= last // self.size)
+        # Of rows of tiles, those that hold one of the queries.
+        count = self.some.shape[2]
+        asking = between(count, first // self.size, last // self.size)[:, None]
+        # Tiles of other queries show nothing and hide nothing.
         some = reduce(self.some, "b n t s -> t s", "max") & asking
         whole = reduce(self.whole, "b n t s -> t s", "min") | ~asking
         return Tiles(some.any(axis=0), whole.all(axis=0))
@@ -78,13 +88,8 @@ class Summarised(MaskPart):
         return mask if self.summary is None else f"{mask}.{self.summary}"
 
     def resolve(self, b, n, t, s):
-        if self.summary is not None and self.summary.shape != (t, s):
-            made = "t={}, s={}".format(*self.summary.shape)
-            raise ValueError(
-                "the summary of a mask is one of its tiles, for one number of queries and keys;"
-                f" got t={t}, s={s}, and a summary for {made}. Make it for this call:"
-                f" mask.summarise({t}, {s})"
-            )
+        if self.summary is not None:
+            self.summary.check_shape(t, s)
         return replace(self, mask=self.mask.resolve(b, n, t, s))
 
     def sized(self, b, n):
@@ -109,14 +114,7 @@ class Summarised(MaskPart):
         if self.summary is None:
             return self.mask.tiles(first, last, starts, stops, s)
         columns = self.summary.columns(first, last)
-        size = self.summary.size
-        left = jnp.arange(len(columns.some), dtype=jnp.int32)[None] * size
-        right = left + size
-        met = (left < stops[:, None]) & (right > starts[:, None])
-        # A tile that lies outside of these keys says nothing about them.
-        some = met & columns.some[None]
-        whole = ~met | columns.whole[None]
-        return Tiles(some.any(axis=1), whole.all(axis=1))
+        return columns.over(starts, stops, self.summary.size)
 
     def row(self, b, n):
         summary = None if self.summary is None else self.summary.row(b, n)
@@ -140,17 +138,20 @@ def summarise(mask: Any, b: int, n: int, t: int, s: int, size: int) -> Summarise
 @partial(jax.jit, static_argnums=(1, 2, 3), inline=True)
 def _tiles(mask: Any, t: int, s: int, size: int) -> tuple[Array, Array]:
     cols = _tokens(s, size).reshape(-1)
-
-    def one(rows: Array) -> tuple[Bool[Array, "b n s"], Bool[Array, "b n s"]]:
-        seen = mask.block(rows, cols)
-        b, n, _, _ = seen.shape
-        seen = jnp.broadcast_to(seen, (b, n, size, len(cols)))
-        seen = rearrange(seen, "b n t (tiles s) -> b n tiles (t s)", s=size)
-        return seen.any(axis=-1), seen.all(axis=-1)
-
     # Rows of tiles one after the other, so that no more than `size` queries are in memory at once.
-    some, whole = jax.lax.map(one, _tokens(t, size))
-    return rearrange(some, "t b n s -> b n t s"), rearrange(whole, "t b n s -> b n t s")
+    one_row = partial(_row_of_tiles, mask, cols)
+    some, whole = jax.lax.map(one_row, _tokens(t, size))
+    some = rearrange(some, "t b n s -> b n t s")
+    return some, rearrange(whole, "t b n s -> b n t s")
+
+
+def _row_of_tiles(mask: Any, cols: Array, rows: Array) -> tuple[Array, Array]:
+    """Return which tiles `(b, n, s)` of as many queries as keys show anything, and which all."""
+    seen = mask.block(rows, cols)
+    b, n, _, _ = seen.shape
+    seen = jnp.broadcast_to(seen, (b, n, len(rows), len(cols)))
+    tiles = rearrange(seen, "b n t (tiles s) -> b n tiles (t s)", s=len(rows))
+    return tiles.any(axis=-1), tiles.all(axis=-1)
 
 
 def _tokens(tokens: int, size: int) -> Array:

@@ -148,6 +148,7 @@ class KVCache(Cache):
         slots = self.indices(self.capacity)
         if self.window is None:
             return slots
+        # The last turn of the ring that fell on a slot; below 0 where no token did.
         behind = self.row_lengths[..., None] - 1 - slots
         return slots + behind // self.capacity * self.capacity
 
@@ -168,6 +169,7 @@ class KVCache(Cache):
                 and is not stored. None is all.
         """
         self._check_new(key, value)
+        # One sequence is a batch of one.
         if key.ndim == 3:
             batched = self._batched().append(key[None], value[None], lengths)
             return batched._unbatched()
@@ -198,6 +200,7 @@ class KVCache(Cache):
             lengths: how many of the new tokens of each row are real, `(b,)`; None is all.
         """
         self._check_new(key, value)
+        # One sequence is a batch of one.
         if key.ndim == 3:
             extended = self._batched().extend(key[None], value[None], mask, lengths)
             return Extended(
@@ -215,6 +218,7 @@ class KVCache(Cache):
         return extended._replace(mask=extended.mask & Mask.lengths(query=lengths))
 
     def _extend(self, key: Key, value: Value, mask: Mask, lengths: RowLengths) -> Extended:
+        # The rows of the new tokens are taken from it, wherever they stand.
         mask.check_whole(self.capacity)
         t = key.shape[1]
         after = self.append(key, value, lengths)
@@ -246,14 +250,25 @@ class KVCache(Cache):
                 key_positions=self.indices(t),
                 cache=after,
             )
-        if t <= self.capacity - window + 1:
-            keys, values = after._tokens_first(key.dtype)
-            positions = after.key_positions
-        else:
-            keys, values, positions = self._joined(key, value, after)
+        keys, values, positions = self._ring_tokens(key, value, after, window)
         visible = mask.at(self.positions(t), positions)
         cached = rearrange(positions >= 0, "b s -> b 1 1 s")
-        return Extended(keys, values, Mask.dense(visible & cached), positions, after)
+        return Extended(
+            key=keys,
+            value=values,
+            mask=Mask.dense(visible & cached),
+            key_positions=positions,
+            cache=after,
+        )
+
+    def _ring_tokens(
+        self, key: Key, value: Value, after: KVCache, window: int
+    ) -> tuple[Array, Array, Array]:
+        """Return the keys and values that new tokens may see, and their positions."""
+        if key.shape[1] <= self.capacity - window + 1:
+            keys, values = after._tokens_first(key.dtype)
+            return keys, values, after.key_positions
+        return self._joined(key, value, after)
 
     def _joined(self, key: Key, value: Value, after: KVCache) -> tuple[Array, Array, Array]:
         """Return the cached tokens and the new ones, and the positions of them all.
@@ -269,6 +284,7 @@ class KVCache(Cache):
     def _joined_positions(self, t: int, after: KVCache) -> Array:
         new = self.positions(t)
         real = new < rearrange(after.row_lengths, "b -> b 1")
+        # Padding stands nowhere, and no query sees it.
         new = jnp.where(real, new, -1)
         return jnp.concatenate([self.key_positions, new], axis=1)
 
@@ -281,6 +297,7 @@ class KVCache(Cache):
 
         The first `count` tokens of a row are stored; the slot `capacity` is of those that are not.
         """
+        # The same for all rows, and no slot is written twice: one slice takes them all.
         if isinstance(self.length, int) and self.length + t <= self.capacity:
             return self.length
         count = self.each_row(count)

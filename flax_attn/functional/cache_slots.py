@@ -58,11 +58,7 @@ def write_tokens(
     """
     new = new.astype(cached.dtype)
     if isinstance(slots, int):
-        # One slice for all rows: what is written beyond a row's length is hidden, and overwritten
-        # in time.
-        place = cached.at[:, :, slots : slots + new.shape[1]]
-        heads_first = rearrange(new, "b t k h -> b k t h")
-        return place.set(heads_first, out_sharding=_split(cached, new))
+        return _from_slot(cached, new, slots)
     if cached.dtype.itemsize == 2:
         return _write_16_bits(cached, new, slots)
     return _write(cached, new, slots)
@@ -70,6 +66,14 @@ def write_tokens(
 
 def _write(cached: Array, new: Array, slots: Array) -> Array:
     return _to_one_row(cached, new, slots) if len(new) == 1 else _to_rows(cached, new, slots)
+
+
+def _from_slot(cached: Array, new: Array, first: int) -> Array:
+    # One slice for all rows: what is written beyond a row's length is hidden, and overwritten in
+    # time.
+    place = cached.at[:, :, first : first + new.shape[1]]
+    heads_first = rearrange(new, "b t k h -> b k t h")
+    return place.set(heads_first, out_sharding=_split(cached, new))
 
 
 def _to_one_row(cached: Array, new: Array, slots: Array) -> Array:

@@ -59,28 +59,43 @@ def _by_halves(x: Array, y: Array, decay: Array, precision: PrecisionLike) -> Pa
     logarithms, and at most 1. A difference of sums from the start would lose its digits where the
     decay is strong.
     """
+    blocks = _single_tokens(x, y, decay)
+    while blocks.products.shape[1] > 1:
+        blocks = _joined(blocks, x, y, precision)
+    return Pairs(*(array[:, 0] for array in blocks))
+
+
+def _single_tokens(x: Array, y: Array, decay: Array) -> Pairs:
+    """Return the pairs of blocks of 1 token; the blocks are the second axis."""
     products = (x * y[:, None]).sum(-1)
     products = rearrange(products, "r p m -> r m p 1 1")
     before = decay[:, :, None]
-    after = jnp.zeros_like(before)
-    while products.shape[1] > 1:
-        size = products.shape[-1]
-        first, last = _in_two(products)
-        before_first, before_last = _in_two(before)
-        after_first, after_last = _in_two(after)
-        # From a token of the first half to the border, and on to one of the last half.
-        rows = rearrange(x, "r p (m two s) h -> two r m p s h", two=2, s=size)[1]
-        rows = rows * jnp.exp(before_last)[:, :, None]
-        columns = rearrange(y, "r (m two s) h -> two r m s h", two=2, s=size)[0]
-        columns = columns * jnp.exp(after_first)
-        low = _rows_with_columns(rows, columns, precision)
-        products = _stack_lower(first, low, last)
-        all_of_last = before_last[:, :, -1:]
-        before_last = before_last + before_first[:, :, -1:]
-        before = jnp.concatenate([before_first, before_last], axis=2)
-        after_first = after_first + all_of_last
-        after = jnp.concatenate([after_first, after_last], axis=2)
-    return Pairs(products[:, 0], before[:, 0], after[:, 0])
+    return Pairs(products, before, after=jnp.zeros_like(before))
+
+
+def _joined(blocks: Pairs, x: Array, y: Array, precision: PrecisionLike) -> Pairs:
+    """Return the pairs of blocks twice as large, each of two that are neighbours."""
+    first, last = _in_two(blocks.products)
+    before_first, before_last = _in_two(blocks.before)
+    after_first, after_last = _in_two(blocks.after)
+    low = _across(x, y, before_last, after_first, precision)
+    products = _stack_lower(first, low, last)
+    # Sums up to a token of the last half pass all of the first, and the reverse.
+    all_of_last = before_last[:, :, -1:]
+    before_last = before_last + before_first[:, :, -1:]
+    before = jnp.concatenate([before_first, before_last], axis=2)
+    after_first = after_first + all_of_last
+    after = jnp.concatenate([after_first, after_last], axis=2)
+    return Pairs(products, before, after)
+
+
+def _across(x: Array, y: Array, before: Array, after: Array, precision: PrecisionLike) -> Array:
+    """Return the products between halves of blocks: from the first half to the border, and on."""
+    size = before.shape[2]
+    rows = rearrange(x, "r p (m two s) h -> two r m p s h", two=2, s=size)[1]
+    rows = rows * jnp.exp(before)[:, :, None]
+    columns = rearrange(y, "r (m two s) h -> two r m s h", two=2, s=size)[0]
+    return _rows_with_columns(rows, columns * jnp.exp(after), precision)
 
 
 def _in_two(blocks: Array) -> Array:
@@ -111,13 +126,18 @@ def unit_inverse(lower: Array) -> Array:
     """
     inverse = jnp.ones((*lower.shape[:2], 1, 1), lower.dtype)
     while inverse.shape[1] > 1:
-        half = inverse.shape[-1]
-        blocks = _diagonal_blocks(lower, 2 * half)
-        corners = blocks[..., half:, :half]
-        first, last = _in_two(inverse)
-        low = -_product(_product(last, corners), first)
-        inverse = _stack_lower(first, low, last)
+        inverse = _joined_inverse(inverse, lower)
     return inverse[:, 0]
+
+
+def _joined_inverse(inverse: Array, lower: Array) -> Array:
+    """Return the inverses of blocks twice as large."""
+    half = inverse.shape[-1]
+    blocks = _diagonal_blocks(lower, 2 * half)
+    corners = blocks[..., half:, :half]
+    first, last = _in_two(inverse)
+    low = -_product(_product(last, corners), first)
+    return _stack_lower(first, low, last)
 
 
 def _diagonal_blocks(matrices: Array, size: int) -> Array:

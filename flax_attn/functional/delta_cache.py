@@ -67,8 +67,9 @@ class DeltaCache(Cache):
 
         b None is one sequence without a batch axis.
         """
-        sizes = kernel_size, num_heads, head_dim
-        shapes = DeltaCache.shapes(b, *sizes, value_dim=value_dim, num_key_heads=num_key_heads)
+        shapes = DeltaCache.shapes(
+            b, kernel_size, num_heads, head_dim, value_dim=value_dim, num_key_heads=num_key_heads
+        )
         check_cache_dtype(dtype_name(dtype))
         # A state is a sum over all tokens before.
         wide = accumulation_dtype(jnp.dtype(dtype))
@@ -161,7 +162,8 @@ def _begins(segments: Segments, positions: Array) -> Array:
     """Return which tokens are the first of their segments."""
     ids = jnp.atleast_2d(segments.query)
     # The first token of a sequence finds an empty state in any case.
-    begins = jnp.pad(ids[:, 1:] != ids[:, :-1], [(0, 0), (1, 0)])
+    differs = ids[:, 1:] != ids[:, :-1]
+    begins = jnp.pad(differs, [(0, 0), (1, 0)])
     begins = jnp.broadcast_to(begins, (len(positions), ids.shape[1]))
     return jnp.take_along_axis(begins, positions, axis=1, mode="clip")
 

@@ -5,6 +5,7 @@ Only in flax_attn: torch_ref computes token by token.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -52,12 +53,17 @@ def recurrent(steps: Steps, state: Array, precision: PrecisionLike = None) -> tu
     step = partial(_token_step, precision=precision)
     # A step of decoding: a loop of one turn would cost more than its work.
     if steps.key.shape[1] == 1:
-        only = jax.tree.map(lambda x: x[:, 0], steps)
-        state, output = step(state, only)
-        return output[:, None], state
+        return _only_step(step, steps, state)
     tokens_first = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), steps)
     state, output = jax.lax.scan(step, state, tokens_first)
     return jnp.moveaxis(output, 0, 1), state
+
+
+def _only_step(step: Callable, steps: Steps, state: Array) -> tuple[Array, Array]:
+    """Return the output and the state of the one token that there is."""
+    token = jax.tree.map(lambda x: x[:, 0], steps)
+    state, output = step(state, token)
+    return output[:, None], state
 
 
 def _token_step(state: Array, token: Steps, precision: PrecisionLike) -> tuple[Array, Array]:
@@ -108,16 +114,22 @@ def chunked(
     t = steps.key.shape[1]
     if size is None:
         size = min(CHUNK, 1 << (t - 1).bit_length())
-    chunks = jax.tree.map(lambda x: _split(x, size), steps)
-    # Prepared again in the backward pass.
-    prepare = jax.checkpoint(partial(_prepare, precision=precision))
-    prepared = prepare(chunks)
-    count = -(-t // size)
-    prepared = jax.tree.map(lambda x: rearrange(x, "(c r) s h -> c r s h", c=count), prepared)
+    prepared = _prepared_chunks(steps, size, precision)
     step = partial(_chunk_step, precision=precision)
     state, output = jax.lax.scan(step, state, prepared)
     output = rearrange(output, "c r s v -> r (c s) v")
+    # Without the zeros behind the last token.
     return output[:, :t], state
+
+
+def _prepared_chunks(steps: Steps, size: int, precision: PrecisionLike) -> _Chunk:
+    """Return what is computed for all chunks at once, `(c, r, ...)`: c chunks of r rows."""
+    chunks = jax.tree.map(partial(_split, size=size), steps)
+    # Prepared again in the backward pass.
+    prepare = jax.checkpoint(partial(_prepare, precision=precision))
+    prepared = prepare(chunks)
+    count = -(-steps.key.shape[1] // size)
+    return jax.tree.map(lambda x: rearrange(x, "(c r) s h -> c r s h", c=count), prepared)
 
 
 class _Chunk(NamedTuple):
@@ -149,7 +161,7 @@ def _split(x: Array, size: int) -> Array:
 
 
 def _prepare(chunk: Steps, precision: PrecisionLike) -> _Chunk:
-    """Return chunks ready for a state: `within` is A, `solution` is `(I + L)^-1 beta`."""
+    """Return chunks ready for a state: `within` is A, `since` the decays D_i0, `until` D_Ci."""
     # The document of each token, counted in its chunk; the state before has 0.
     document = jnp.cumsum(chunk.starts, axis=1)
     of_the_state = document == 0
@@ -166,9 +178,9 @@ def _prepare(chunk: Steps, precision: PrecisionLike) -> _Chunk:
     product = partial(jnp.matmul, precision=precision)
     new = chunk.value
     removed = None
+    # Without beta nothing is replaced: what a token adds depends on no other.
     if chunk.beta is not None:
-        lower = jnp.tril(between, -1) * chunk.beta
-        solution = unit_inverse(lower) * chunk.beta.mT
+        solution = _solution(between, chunk.beta)
         new = product(solution, chunk.value)
         removed = product(solution, chunk.key * since)
     return _Chunk(
@@ -181,15 +193,26 @@ def _prepare(chunk: Steps, precision: PrecisionLike) -> _Chunk:
     )
 
 
+def _solution(between: Array, beta: Array) -> Array:
+    """Return `(I + L)^-1 beta`, by which the triangular system of a chunk is solved."""
+    lower = jnp.tril(between, -1) * beta
+    return unit_inverse(lower) * beta.mT
+
+
 def _chunk_step(state: Array, chunk: _Chunk, precision: PrecisionLike) -> tuple[Array, Array]:
     """Return the state after a chunk, and its output."""
     product = partial(jnp.matmul, precision=precision)
-    new = chunk.new
-    if chunk.removed is not None:
-        held = product(chunk.removed, state.mT)
-        new = new - held
+    new = _added(state, chunk, precision)
     before = product(chunk.query, state.mT)
     within = product(chunk.within, new)
     added = product(new.mT, chunk.key)
-    state = state * chunk.kept + added
-    return state, before + within
+    return state * chunk.kept + added, before + within
+
+
+def _added(state: Array, chunk: _Chunk, precision: PrecisionLike) -> Array:
+    """Return what the tokens of a chunk add to a state."""
+    if chunk.removed is None:
+        return chunk.new
+    # What the state holds under their keys is replaced.
+    held = jnp.matmul(chunk.removed, state.mT, precision=precision)
+    return chunk.new - held

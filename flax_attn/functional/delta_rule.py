@@ -129,6 +129,7 @@ def _steps(query, key, value, decay, beta, starts, lengths, scale) -> Steps:
     real = real_tokens(b, t, lengths)
     # Padding begins no document.
     starts = jnp.zeros_like(real) if starts is None else starts & real
+    # One decay may serve all features of a key.
     if decay.ndim == 3:
         decay = decay[..., None]
 

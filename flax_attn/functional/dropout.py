@@ -9,6 +9,7 @@ References:
     Srivastava et al. 2014, "Dropout" (jmlr.org/papers/v15/srivastava14a.html).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -101,6 +102,7 @@ def _encrypt(key: _Words, counter: _Words) -> _Words:
     x0, x1 = counter
     x0 = x0 + k0
     x1 = x1 + k1
+    # Five groups of four rounds; after each the key is added once more.
     for step in range(5):
         for rotation in _ROTATIONS[step % 2]:
             x0 = x0 + x1
@@ -149,6 +151,7 @@ def keep_mask(dropout: KeyedDropout, b: Index, n: Index, t: Index, s: Index) -> 
     seed = key_data(dropout.key)
     indices = dropout.indices(b, n, t, s)
     b, n, t, s = (index.astype(jnp.uint32) for index in indices)
+    # A counter holds two of the four indices: the others make a key of their own.
     head_key = threefry_2x32((seed[0], seed[1]), (b, n))
     bits, _ = threefry_2x32(head_key, (t, s))
     return bits >= jnp.uint32(threshold(dropout.rate))
@@ -161,9 +164,9 @@ def threshold(rate: float) -> int:
     return min(round(rate * 2**32), largest)
 
 
-def keep_grid(dropout: KeyedDropout, shape: tuple[int, ...]) -> Array:
+def keep_grid(dropout: KeyedDropout, shape: Sequence[int]) -> Array:
     """Return the whole `(b, n, t, s)` mask of `keep_mask`, for materialised arrays."""
-    b, n, t, s = (jnp.arange(size) for size in shape)
+    b, n, t, s = map(jnp.arange, shape)
     return keep_mask(
         dropout,
         b[:, None, None, None],

@@ -7,11 +7,15 @@ Only in flax_attn: kernels ask for it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Integer
+
+from flax_attn.functional.shapes import Index
 
 Limit = int | Integer[Array, "..."]
 # Beyond every index; sums of a few of these still fit int32.
@@ -43,6 +47,14 @@ class KVRange(NamedTuple):
         inner_start = maximum(self.inner_start, other.inner_start)
         return KVRange(start, stop, inner_start, minimum(self.inner_stop, other.inner_stop))
 
+    def counted(self, before: Callable[[Limit], Limit]) -> KVRange:
+        """Return the range in some of the keys, given how many of them stand before a limit."""
+        start, stop = before(self.start), before(self.stop)
+        # It stays known before tracing that the inner range is empty.
+        if self.needs_mask:
+            return KVRange(start, stop, 0, 0)
+        return KVRange(start, stop, before(self.inner_start), before(self.inner_stop))
+
     @property
     def needs_mask(self) -> bool:
         """Whether the inner range is known before tracing to be empty."""
@@ -63,6 +75,16 @@ class Tiles(NamedTuple):
 
     def __and__(self, other: Tiles) -> Tiles:
         return Tiles(self.some & other.some, self.whole & other.whole)
+
+    def over(self, starts: Index, stops: Index, size: int) -> Tiles:
+        """Return the same of other runs of keys, where each of these runs holds `size` keys."""
+        left = jnp.arange(len(self.some), dtype=jnp.int32)[None] * size
+        right = left + size
+        met = (left < stops[:, None]) & (right > starts[:, None])
+        # A tile that lies outside of these keys says nothing about them.
+        some = met & self.some[None]
+        whole = ~met | self.whole[None]
+        return Tiles(some.any(axis=1), whole.all(axis=1))
 
 
 def bounded(values: Any, more: int = 0) -> int | Array:
@@ -108,10 +130,18 @@ def as_int32(values: Any) -> Array:
     """
     if isinstance(values, int):
         return jnp.int32(max(_INT32.min, min(values, _INT32.max)))
+    return jnp.asarray(within_int32(values))
+
+
+def within_int32(values: Array | np.ndarray) -> Array | np.ndarray | np.generic:
+    """Return what `as_int32` does, and of NumPy's arrays one of NumPy."""
     ends = jnp.iinfo(values.dtype)
-    if ends.min < _INT32.min or ends.max > _INT32.max:
-        values = values.clip(max(_INT32.min, int(ends.min)), _INT32.max)
-    return jnp.asarray(values.astype(jnp.int32))
+    if _INT32.min <= ends.min and ends.max <= _INT32.max:
+        return values.astype(jnp.int32)
+    # An array of 64 bits may be used where they are switched off: it is read in as many.
+    enabled = jax.config.jax_enable_x64  # pyright: ignore[reportAttributeAccessIssue]
+    with jax.enable_x64(enabled or values.dtype.itemsize == 8):
+        return values.clip(max(_INT32.min, int(ends.min)), _INT32.max).astype(jnp.int32)
 
 
 def minimum(a: Limit, b: Limit) -> Limit:
@@ -145,6 +175,12 @@ def greatest(a: Limit, b: Limit) -> Limit:
     if isinstance(found, int):
         return found
     return found.reshape(()) if found.size == 1 else found.max(initial=-UNBOUNDED)
+
+
+def between(size: int, first: Limit, last: Limit) -> Bool[Array, " size"]:
+    """Return which of `size` indices lie from `first` to `last`."""
+    index = jnp.arange(size, dtype=jnp.int32)
+    return (index >= first) & (index <= last)
 
 
 def true_range(seen: Bool[Array, " s"], stop: int) -> tuple[Array, Array]:

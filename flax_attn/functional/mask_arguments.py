@@ -69,19 +69,19 @@ def as_ids(query: Any, key: Any) -> tuple[Array, Array]:
     query = _as_known_ids("query segments", query)
     key = query if key is None else _as_known_ids("key segments", key)
     wide = 8 * max(4, query.dtype.itemsize, key.dtype.itemsize)
-    unsigned_query = query.dtype == f"uint{wide}"
-    unsigned_key = key.dtype == f"uint{wide}"
-    query = query.astype(f"int{wide}")
-    key = key.astype(f"int{wide}")
-    if unsigned_query == unsigned_key:
-        return query, key
+    is_mixed = (query.dtype == f"uint{wide}") != (key.dtype == f"uint{wide}")
+    return _signed(query, wide, is_mixed), _signed(key, wide, is_mixed)
+
+
+def _signed(ids: Array, wide: int, is_mixed: bool) -> Array:
+    """Return ids as signed integers; `is_mixed` if just one of queries and keys is unsigned."""
+    signed = ids.astype(f"int{wide}")
+    if not is_mixed:
+        return signed
+    least = jnp.iinfo(signed.dtype).min
     # A half of the unsigned numbers is read as negative ones, which then stand for them alone.
-    return _apart(query, unsigned_query), _apart(key, unsigned_key)
-
-
-def _apart(ids: Array, unsigned: bool) -> Array:
-    least = jnp.iinfo(ids.dtype).min
-    return jnp.where(ids < 0, least, ids) if unsigned else jnp.maximum(ids, least + 1)
+    is_unsigned = ids.dtype == f"uint{wide}"
+    return jnp.where(signed < 0, least, signed) if is_unsigned else jnp.maximum(signed, least + 1)
 
 
 def _as_known_ids(name: str, ids: Any) -> Array:

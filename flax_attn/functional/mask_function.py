@@ -12,6 +12,7 @@ from attn_spec.attention_checks import check_position
 from attn_spec.function_checks import check_known, check_same_size
 from flax_attn.functional.kv_range import as_int32
 from flax_attn.functional.mask_parts import Positioned
+from flax_attn.functional.shapes import Index
 
 
 @dataclass(frozen=True)
@@ -34,37 +35,50 @@ class Where(Positioned):
             check_position(self.offset)
 
     def resolve(self, b, n, t, s):
-        reads_b, reads_n, _, _ = self.function.program.reads
-        # Indices that the function does not read may be any, and an offset that is not given is 0.
-        known_b = self.b if reads_b else None
-        known_n = self.n if reads_n else None
+        known = self._without_unread()
         # A function that reads b was placed in one batch, and cannot serve another.
-        check_same_size("b", _size(known_b), b)
-        check_same_size("n", _size(known_n), n)
-        offset = 0 if self.offset is None else self.offset
-        part = replace(self, b=known_b, n=known_n, offset=offset).sized(b, n)
+        check_same_size("b", _size(known.b), b)
+        check_same_size("n", _size(known.n), n)
+        part = replace(known.sized(b, n), offset=self.first_position)
         return super(Where, part).resolve(b, n, t, s)
+
+    def _without_unread(self) -> Where:
+        """Return the part without indices that the function does not read: these may be any."""
+        reads_b, reads_n, _, _ = self.function.program.reads
+        b = self.b if reads_b else None
+        n = self.n if reads_n else None
+        return replace(self, b=b, n=n)
 
     def sized(self, b, n):
         return replace(self, b=_counted(self.b, b), n=_counted(self.n, n))
 
     def allow(self, rows, cols):
-        reads_b, reads_n, reads_i, reads_j = self.function.program.reads
+        # An index that the function does not read gets one value, so that its axis has size 1.
+        i, j = self._tokens(rows, cols)
+        b, n = self._rows_and_heads()
+        b = b if len(i) == 1 else jnp.broadcast_to(b, len(i))
+        return self.function.over((), b, n, i, j)
+
+    def _tokens(self, rows: Index, cols: Index) -> tuple[Array, Array]:
+        """Return the positions of queries, `(#b, #t)`, and the indices of keys, `(1, #s)`."""
+        _, _, reads_i, reads_j = self.function.program.reads
         i = self.positions(rows)[:, 0, :, 0]
         j = cols.reshape(1, -1)
-        # An index that the function does not read gets one value, so that its axis has size 1.
         i = i if reads_i else i[:1, :1]
         j = j if reads_j else j[:1, :1]
+        return i, j
+
+    def _rows_and_heads(self) -> tuple[Array, Array]:
+        reads_b, reads_n, _, _ = self.function.program.reads
         one = jnp.zeros(1, jnp.int32)
         b = self.b if reads_b else one
         n = self.n if reads_n else one
         check_known(_size(b), _size(n))
-        b = b if len(i) == 1 else jnp.broadcast_to(b, len(i))
-        return self.function.over((), b, n, i, j)
+        return b, n
 
     def positions(self, rows):
         """Return the positions `(#b, 1, t, 1)` of queries at indices `(1, 1, t, 1)`."""
-        offset = as_int32(0 if self.offset is None else self.offset).reshape(-1, 1, 1, 1)
+        offset = as_int32(self.first_position).reshape(-1, 1, 1, 1)
         # The sum ends at the largest int32, and does not wrap around.
         return rows + jnp.minimum(offset, jnp.iinfo(jnp.int32).max - jnp.maximum(rows, 0))
 

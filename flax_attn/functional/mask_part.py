@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -105,16 +104,11 @@ class MaskPart:
     def row(self, b: int | Index, n: int | Index | None) -> MaskPart:
         """Return the part for one batch row and head, or for all heads."""
         if self.axes is None:
-            return PlacedPart(self, b=_one(b), n=None if n is None else _one(n))
-        part = copy(self)
+            return PlacedPart(self, b=_one(b), n=_one(n))
         at: dict[str | None, Any] = {"batch": b, "heads": n}
-        for name, axes in self.axes.items():
-            value = getattr(self, name)
-            if not isinstance(value, int | None):
-                value = _picked(value, axes, at)
-                # The class is frozen for others.
-                object.__setattr__(part, name, value)
-        return part
+        picked = {name: _picked(getattr(self, name), axes, at) for name, axes in self.axes.items()}
+        # A part with named axes is a dataclass, which the type of the base does not say.
+        return replace(cast(Any, self), **picked)
 
     def shift(self, start: Count, t: int, s: int) -> MaskPart:
         """Return the part for the `t` queries from index `start` on, and the first `s` keys."""
@@ -166,7 +160,8 @@ class IntervalPart(MaskPart):
         return KVRange(least(*starts), greatest(*stops) + 1, *inner)
 
     def band(self):
-        if any(not isinstance(value, int | None) for value in vars(self).values()):
+        # Arrays are not read, and so not known to be the same for every query.
+        if jax.tree.leaves(self):
             return None
         try:
             low, high = self.interval(_AnyQuery(0))
@@ -236,31 +231,29 @@ class PlacedPart(MaskPart):
 
     def allow(self, rows, cols):
         cols = _at(self.cols, cols.reshape(-1))[None, None, None, :]
-
-        def block(rows):
-            return of_rank_4(self.part.allow(rows[None, None, :, None], cols))
-
         rows = _at(self.rows, rows.reshape(-1))
-        if self.rows is not None and self.rows.differ:
-            one_row = jax.vmap(lambda b, rows: pick(block(rows), b, 0)[0])
-            found = one_row(jnp.arange(len(rows), dtype=jnp.int32), rows)
-        else:
-            found = block(rows)
-        for axis, places in enumerate((self.b, self.n)):
-            found = found if places is None else places.take(found, axis)
-        return found
+        differ = self.rows is not None and self.rows.differ
+        found = self._blocks(rows, cols) if differ else self._block(rows, cols)
+        found = _taken(self.b, found, 0)
+        return _taken(self.n, found, 1)
+
+    def _block(self, rows: Index, cols: Index) -> Array:
+        """Return the wrapped part at query indices `(t,)` and key indices `(1, 1, 1, s)`."""
+        return of_rank_4(self.part.allow(rows[None, None, :, None], cols))
+
+    def _blocks(self, rows: Index, cols: Index) -> Array:
+        """Return the same for query indices `(b, t)`, of which each row has its own."""
+
+        def block_of_row(b, rows):
+            return pick(self._block(rows, cols), b, 0)[0]
+
+        return jax.vmap(block_of_row)(jnp.arange(len(rows), dtype=jnp.int32), rows)
 
     def kv_range(self, first, last, s):
-        found = self.part.kv_range(*self._limits(first, last), s if self.s is None else self.s)
-        if self.cols is None:
-            return found
+        first, last = self._limits(first, last)
+        found = self.part.kv_range(first, last, s if self.s is None else self.s)
         # The places keep the order of the tokens, so an interval of the whole is one of the part.
-        start, stop = self.cols.before(found.start), self.cols.before(found.stop)
-        # A part of the keys may be hidden: no range is known to be seen by all.
-        if found.needs_mask:
-            return KVRange(start, stop, 0, 0)
-        inner = self.cols.before(found.inner_start), self.cols.before(found.inner_stop)
-        return KVRange(start, stop, *inner)
+        return found if self.cols is None else found.counted(self.cols.before)
 
     def _limits(self, first: Limit, last: Limit) -> tuple[Limit, Limit]:
         if self.rows is None:
@@ -276,34 +269,37 @@ class PlacedPart(MaskPart):
         if self.cols is not None:
             starts, stops = self.cols.of(starts), self.cols.of(stops - 1) + 1
         s = s if self.s is None else self.s
-        return self.part.tiles(*self._limits(first, last), starts, stops, s)
+        first, last = self._limits(first, last)
+        return self.part.tiles(first, last, starts, stops, s)
 
     def row(self, b, n):
         # The wrapped part counts in the whole, and the caller in this device's share.
-        head = None if n is None else _at(self.n, n)
-        part = self.part.row(_at(self.b, b), head)
+        part = self.part.row(_at(self.b, b), _at(self.n, n))
         heads = self.n if n is None else None
         if self.rows is None and self.cols is None and heads is None:
             return part
-        rows = self.rows
-        if rows is not None and rows.differ:
-            rows = Places(pick(rows.starts, b, 0)[0], rows.size)
+        rows = None if self.rows is None else self.rows.row(b)
         return replace(self, part=part, b=None, n=heads, rows=rows)
 
 
 def _at(places: Places | None, index: Any) -> Any:
-    return index if places is None else places.of(index)
+    return index if places is None or index is None else places.of(index)
 
 
-def _one(index: Any) -> Places:
-    return Places(jnp.asarray(index, jnp.int32).reshape(1), 1)
+def _taken(places: Places | None, array: Array, axis: int) -> Array:
+    return array if places is None else places.take(array, axis)
 
 
-def _picked(array: Any, axes: tuple[str | None, ...], at: dict[str | None, Any]) -> Array:
-    array = array.reshape((1,) * (len(axes) - array.ndim) + array.shape)
+def _one(index: Any) -> Places | None:
+    return None if index is None else Places(jnp.asarray(index, jnp.int32).reshape(1), 1)
+
+
+def _picked(value: Any, axes: tuple[str | None, ...], at: dict[str | None, Any]) -> Any:
+    if isinstance(value, int | None):
+        return value
+    array = value.reshape((1,) * (len(axes) - value.ndim) + value.shape)
     for axis, name in enumerate(axes):
-        index = at.get(name)
-        array = array if index is None else pick(array, index, axis)
+        array = pick(array, at.get(name), axis)
     return array
 
 
@@ -312,8 +308,13 @@ def of_rank_4(array: Array) -> Array:
     return array.reshape((1,) * (4 - array.ndim) + array.shape)
 
 
-def pick(array: Array, index: int | Index, axis: int) -> Array:
-    """Return the array at one index of an axis, which stays; an axis of one serves every index."""
+def pick(array: Array, index: int | Index | None, axis: int) -> Array:
+    """Return the array at one index of an axis, which stays; None is all of it.
+
+    An axis of one serves every index.
+    """
+    if index is None:
+        return array
     # A slice is moved to where it fits.
     return jax.lax.dynamic_slice_in_dim(array, index, 1, axis)
 

@@ -15,6 +15,8 @@ from attn_spec.mask_checks import check_offset_given, check_rows, check_segment_
 from flax_attn.functional.kv_range import (
     UNBOUNDED,
     KVRange,
+    Limit,
+    between,
     bounded,
     maximum,
     plus,
@@ -37,6 +39,11 @@ class Positioned(MaskPart):
         placed = self if self.offset is not None else replace(self, offset=0)
         return super(Positioned, placed).resolve(b, n, t, s)
 
+    @property
+    def first_position(self) -> Count:
+        """The position of query 0; an offset that is not given is 0."""
+        return 0 if self.offset is None else self.offset
+
     def check_static(self, t: int, s: int, left: int = 0, right: int = 0) -> None:
         """Raise if an offset that is known is one for which all queries see the same keys."""
         if isinstance(self.offset, int):
@@ -47,10 +54,10 @@ class Positioned(MaskPart):
 
         A position far beyond all keys is clipped, and stays beyond them.
         """
-        return i + per_row(0 if self.offset is None else self.offset, distance)
+        return i + per_row(self.first_position, distance)
 
     def shift(self, start, t, s):
-        return replace(self, offset=plus(0 if self.offset is None else self.offset, start))
+        return replace(self, offset=plus(self.first_position, start))
 
 
 @dataclass(frozen=True)
@@ -73,7 +80,8 @@ class Window(Positioned, IntervalPart):
 
     def interval(self, i):
         first = 0 if self.left is None else self.position(i, -self.left)
-        return first, UNBOUNDED if self.right is None else self.position(i, self.right)
+        last = UNBOUNDED if self.right is None else self.position(i, self.right)
+        return first, last
 
 
 @dataclass(frozen=True)
@@ -100,10 +108,14 @@ class Lengths(IntervalPart):
 
     def interval(self, i):
         last = UNBOUNDED if self.key is None else per_row(self.key, -1)
-        return 0, last if self.query is None else where(i < per_row(self.query), last, -1)
+        if self.query is None:
+            return 0, last
+        # A query of padding sees up to key -1, and so none.
+        return 0, where(i < per_row(self.query), last, -1)
 
     def shift(self, start, t, s):
-        return Lengths(None if self.query is None else plus(self.query, -bounded(start)), self.key)
+        query = None if self.query is None else plus(self.query, -bounded(start))
+        return replace(self, query=query)
 
 
 @dataclass(frozen=True)
@@ -125,19 +137,20 @@ class Segments(MaskPart):
         return query[:, None, :, None] == key[:, None, None, :]
 
     def kv_range(self, first, last, s):
-        # One row of ids serves all rows of the batch.
-        query, key = jnp.atleast_2d(self.query), jnp.atleast_2d(self.key)
-        index = jnp.arange(query.shape[1], dtype=jnp.int32)
-        asking = (index >= first) & (index <= last)
-        asking = asking[None]
+        lowest, highest = self._ids_of(first, last)
+        key = jnp.atleast_2d(self.key)
         # Ids may stand in any order, and none is known to lie between these queries' ids alone.
+        near = (key >= lowest) & (key <= highest)
+        return KVRange(*true_range(near.any(axis=0), s), 0, 0)
+
+    def _ids_of(self, first: Limit, last: Limit) -> tuple[Array, Array]:
+        """Return the least and the greatest id of these queries in each row, `(#b, 1)`."""
+        query = jnp.atleast_2d(self.query)
+        asking = between(query.shape[1], first, last)[None]
         ids = jnp.iinfo(query.dtype)
-        lowest = jnp.where(asking, query, ids.max)
-        highest = jnp.where(asking, query, ids.min)
-        after_lowest = key >= lowest.min(axis=1, keepdims=True)
-        before_highest = key <= highest.max(axis=1, keepdims=True)
-        near = (after_lowest & before_highest).any(axis=0)
-        return KVRange(*true_range(near, s), 0, 0)
+        lowest = jnp.where(asking, query, ids.max).min(axis=1, keepdims=True)
+        highest = jnp.where(asking, query, ids.min).max(axis=1, keepdims=True)
+        return lowest, highest
 
     def shift(self, start, t, s):
         query = _from(jnp.atleast_2d(self.query), 1, start, t)
@@ -181,9 +194,13 @@ def _from(array: Array, axis: int, start: Count, t: int) -> Array:
     rows = jnp.arange(t, dtype=jnp.int32)
     if starts.size == 1:
         return array.take(starts.reshape(()) + rows, axis, mode="clip")
+    return _from_each(array, axis, starts, rows)
+
+
+def _from_each(array: Array, axis: int, starts: Array, rows: Array) -> Array:
     # Not by `jax.vmap`, which asks that a mesh divides both arrays alike.
-    shape = [1] * array.ndim
-    starts = starts.reshape(-1, *shape[1:])
-    shape[axis] = t
+    starts = starts.reshape(-1, *[1] * (array.ndim - 1))
     array = jnp.broadcast_to(array, (len(starts), *array.shape[1:]))
+    shape = [1] * array.ndim
+    shape[axis] = len(rows)
     return jnp.take_along_axis(array, starts + rows.reshape(shape), axis, mode="clip")

@@ -24,7 +24,7 @@ from flax_attn.functional.mask_arguments import as_booleans, as_ids, as_integers
 from flax_attn.functional.mask_function import Where
 from flax_attn.functional.mask_part import Count, IntervalPart, MaskPart
 from flax_attn.functional.mask_parts import Causal, Dense, Lengths, Prefix, Segments, Window
-from flax_attn.functional.shapes import ArrayLike, Index
+from flax_attn.functional.shapes import ArrayLike, Index, Visible
 from flax_attn.functional.traced import trace
 
 
@@ -151,9 +151,7 @@ class Mask:
         """
         return Mask(tuple(part.sized(b, n) for part in self.parts))
 
-    def block(
-        self, rows: Integer[Array, " t"], cols: Integer[Array, " s"]
-    ) -> Bool[Array, "#b #n #t #s"]:
+    def block(self, rows: Integer[Array, " t"], cols: Integer[Array, " s"]) -> Visible:
         """Return the mask at the query indices `rows` and key indices `cols`.
 
         Axes that do not matter have size 1.
@@ -252,7 +250,9 @@ class Mask:
             >>> (Mask.sliding_window(5) & Mask.lengths(key=3)).split_band()
             ((-4, 0), Mask.lengths(key=3))
         """
-        lows, highs, rest = [], [], []
+        lows = []
+        highs = []
+        rest = []
         for part in self.parts:
             band = part.band()
             if band is None:
@@ -307,9 +307,7 @@ class Mask:
         """
         return Mask(tuple(part.row(b, n) for part in self.parts))
 
-    def at(
-        self, rows: Integer[Array, "#b t"], cols: Integer[Array, "#b s"]
-    ) -> Bool[Array, "#b #n #t #s"]:
+    def at(self, rows: Integer[Array, "#b t"], cols: Integer[Array, "#b s"]) -> Visible:
         """Return the mask at query and key indices that may differ between rows of the batch.
 
         Example:

@@ -46,9 +46,11 @@ def check_known_lengths(lengths: RowLengths, b: int, t: int) -> None:
     counts = lengths if isinstance(lengths, Array) else np.asarray(lengths)
     as_integers("lengths", counts)
     check_rows_of_lengths(counts.shape, b)
-    if isinstance(counts, np.ndarray):
-        for length in counts.flat:
-            check_lengths(int(length), t)
+    # To read an array would wait for the device.
+    if isinstance(counts, Array):
+        return
+    for length in counts.flat:
+        check_lengths(int(length), t)
 
 
 def without_padding(
@@ -71,12 +73,15 @@ def without_padding(
     numbers = jnp.asarray(numbers)
     if lengths is None:
         return numbers
+    real = _are_real(shape, lengths)
+    # 0 is in every table of ids and of positions.
+    return jnp.where(real, numbers, 0)
+
+
+def _are_real(shape: tuple[int, ...], lengths: RowLengths) -> Array:
     b, t = (1, *shape)[-2:]
     check_known_lengths(lengths, b, t)
-    real = real_tokens(b, t, lengths).reshape(shape)
-    # 0 is in every table of ids and of positions.
-    zero = jnp.zeros((), numbers.dtype)
-    return jnp.where(real, numbers, zero)
+    return real_tokens(b, t, lengths).reshape(shape)
 
 
 def shape_of(x: Array | None) -> tuple[int, ...] | None:

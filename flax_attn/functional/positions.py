@@ -5,8 +5,6 @@ cached sequences pass their own positions. Learned positions are an embedding li
 `nnx.Embed`.
 """
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,7 +20,7 @@ from attn_spec.longrope import LongRoPEScaling
 from attn_spec.position_checks import check_base, check_pairs, check_positions, check_segments
 from attn_spec.rope import RotaryPositions
 from flax_attn.functional.dtypes import accumulation_dtype, dtype_name, is_integer
-from flax_attn.functional.shapes import ArrayLike, Positions
+from flax_attn.functional.shapes import ArrayLike, Heads, Index, Positions
 
 
 class RoPE(RotaryPositions, portable=True):
@@ -60,15 +58,10 @@ class RoPE(RotaryPositions, portable=True):
         Su et al. 2021 (arXiv:2104.09864).
     """
 
-    def __call__(
-        self, x: Float[Array, "*b t n h"], positions: ArrayLike | None = None
-    ) -> Float[Array, "*b t n h"]:
+    def __call__(self, x: Heads, positions: ArrayLike | None = None) -> Heads:
         # Tables are made for the width that the config names.
         self.check_head_dim(x.shape[-1])
-        if positions is None:
-            positions = jnp.arange(x.shape[-3])
-        # Checked and made integers: a mask of positions in floats would round them.
-        positions = as_positions(positions, x.shape[:-2])
+        positions = _positions_of(x, positions)
         if x.ndim == 3:
             return self._rotated(x[None], positions[None])[0]
         return self._rotated(x, jnp.atleast_2d(positions))
@@ -85,7 +78,9 @@ class RoPE(RotaryPositions, portable=True):
         both = rearrange(x, f"b t n {pairs} -> two b t n i", two=2)
         # Unpacking an array outside of jit would gather it from all devices.
         first, second = both[0], both[1]
-        rotated = jnp.stack([first * cos - second * sin, second * cos + first * sin])
+        new_first = first * cos - second * sin
+        new_second = second * cos + first * sin
+        rotated = jnp.stack([new_first, new_second])
         return rearrange(rotated, f"two b t n i -> b t n {pairs}")
 
     def _width(self, head_dim: int) -> int:
@@ -102,20 +97,35 @@ class RoPE(RotaryPositions, portable=True):
     def _frequencies(self, width: int, positions: Array, dtype: jnp.dtype) -> Array:
         """Return the frequencies of each row: those of some scalings depend on its length."""
         # Known before tracing in float64, and rounded once.
-        as_row = partial(_as_row, dtype=dtype)
-        scaling = self.scaling
-        if scaling is None:
-            return as_row(plain_frequencies(self.base, width))
-        frequencies = as_row(scaling.frequencies(self.base, width))
-        if isinstance(scaling, DynamicNTKScaling):
-            stretch = scaling.stretch(1 + _last(positions).astype(dtype))
-            return frequencies * stretch ** as_row(scaling.exponents(width))
-        if isinstance(scaling, LongRoPEScaling):
-            long = as_row(scaling.long_frequencies(self.base, width))
-            # A row is long as a whole: its queries and keys have the same frequencies.
-            is_long = _last(positions) >= scaling.original_context_length
-            return jnp.where(is_long, long, frequencies)
+        if self.scaling is None:
+            return _as_row(plain_frequencies(self.base, width), dtype)
+        frequencies = _as_row(self.scaling.frequencies(self.base, width), dtype)
+        if isinstance(self.scaling, DynamicNTKScaling):
+            return frequencies * _stretch(self.scaling, width, positions, dtype)
+        if isinstance(self.scaling, LongRoPEScaling):
+            return self._of_length(self.scaling, width, frequencies, positions)
         return frequencies
+
+    def _of_length(
+        self, scaling: LongRoPEScaling, width: int, short: Array, positions: Array
+    ) -> Array:
+        long = _as_row(scaling.long_frequencies(self.base, width), short.dtype)
+        # A row is long as a whole: its queries and keys have the same frequencies.
+        is_long = _last(positions) >= scaling.original_context_length
+        return jnp.where(is_long, long, short)
+
+
+def _stretch(scaling: DynamicNTKScaling, width: int, positions: Array, dtype: jnp.dtype) -> Array:
+    stretch = scaling.stretch(1 + _last(positions).astype(dtype))
+    return stretch ** _as_row(scaling.exponents(width), dtype)
+
+
+def _positions_of(x: Heads, positions: ArrayLike | None) -> Index:
+    """Return the positions of the tokens of x; None is their order."""
+    if positions is None:
+        positions = jnp.arange(x.shape[-3])
+    # Checked and made integers: a mask of positions in floats would round them.
+    return as_positions(positions, x.shape[:-2])
 
 
 def _last(positions: Array) -> Array:
@@ -204,5 +214,6 @@ def segment_positions(segments: ArrayLike) -> Positions:
     # An id that differs from the first makes the first token begin a document.
     begins = jnp.diff(ids, axis=-1, prepend=ids[..., :1] - 1) != 0
     positions = jnp.broadcast_to(jnp.arange(ids.shape[-1]), ids.shape)
+    # The latest start so far is that of the token's own document.
     starts = jnp.where(begins, positions, 0)
     return positions - jax.lax.cummax(starts, axis=ids.ndim - 1)

@@ -47,6 +47,7 @@ def alibi(
     """
     slopes = jnp.asarray(alibi_slopes(num_heads), float if dtype is None else dtype)
     distances = jnp.abs(_offsets(query_positions, key_positions))
+    # Integers change their sign: the 0 of a float would become -0.
     nearness = (-distances).astype(slopes.dtype)
     bias = jnp.multiply.outer(nearness, slopes)
     return rearrange(bias, "... t s n -> ... n t s")

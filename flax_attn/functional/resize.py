@@ -38,6 +38,7 @@ def resize_bicubic(
 def _weights(old: int, new: int) -> np.ndarray:
     """Return the weight of each of `old` entries in each of `new` ones, `(new, old)`."""
     centres = (np.arange(new) + 0.5) * old / new - 0.5
+    # The cubic kernel reaches two entries to either side.
     entries = np.floor(centres).astype(int)[:, None] + np.arange(-1, 3)
     weights = _cubic(np.abs(centres[:, None] - entries))
     # Outside the table stands its edge.

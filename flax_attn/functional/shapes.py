@@ -4,6 +4,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Integer
 
 # `*b` is one batch axis, or none for one sequence; `#b` is a batch or 1.
+Heads = Float[Array, "*b t n h"]
 Query = Float[Array, "*b t n h"]
 Key = Float[Array, "*b s k h"]
 Value = Float[Array, "*b s k v"]

@@ -75,35 +75,36 @@ def short_convolution(
     starts = jnp.zeros_like(real) if starts is None else starts & real
     if state is None:
         state = jnp.zeros((b, before, d))
+    # Padding may hold anything, also NaN, which a weight of 0 would let through.
     tokens = jnp.where(real[..., None], x, 0)
     inputs = jnp.concatenate([state.astype(x.dtype), tokens], axis=1)
     # The document of each input, counted from the one that the state belongs to.
     documents = jnp.pad(jnp.cumsum(starts, axis=1), [(0, 0), (before, 0)])
-    output = _weighted_sums(inputs, documents, kernel)
+    # In float32 for lower dtypes: each input is added to the sum.
+    output = _weighted_sums(inputs, documents, kernel.astype(accumulation_dtype(x.dtype)))
     return Convolved(output.astype(x.dtype), _last_inputs(inputs, documents, real, before))
 
 
 def _weighted_sums(inputs: Array, documents: Array, kernel: Array) -> Array:
-    """Return the sums over the inputs of the same document, in the dtype of sums."""
-    before = len(kernel) - 1
-    dtype = accumulation_dtype(inputs.dtype)
-    own = documents[:, before:]
-    t = own.shape[1]
-    shape = (*own.shape, kernel.shape[1])
-    # In float32 for lower dtypes: each input is added to it.
-    output = jnp.zeros(shape, dtype)
-    for i in range(before + 1):
-        window = slice(i, i + t)
-        # A token sees no inputs of the document before its own.
-        same = documents[:, window] == own
-        seen = jnp.where(same[..., None], inputs[:, window], 0)
-        weights = kernel[i].astype(dtype)[None, None]
-        output = output + weights * seen.astype(dtype)
+    """Return the sums over the inputs of the same document, in the dtype of the kernel."""
+    own = documents[:, len(kernel) - 1 :]
+    output = jnp.zeros((*own.shape, kernel.shape[1]), kernel.dtype)
+    for i in range(len(kernel)):
+        seen = _seen(inputs, documents, own, i)
+        output = output + kernel[i][None, None] * seen.astype(kernel.dtype)
     return output
+
+
+def _seen(inputs: Array, documents: Array, own: Array, i: int) -> Array:
+    """Return input i of those that each token sees: 0 where another document has it."""
+    window = slice(i, i + own.shape[1])
+    same = documents[:, window] == own
+    return jnp.where(same[..., None], inputs[:, window], 0)
 
 
 def _last_inputs(inputs: Array, documents: Array, real: Array, count: int) -> Array:
     """Return the last inputs of each row; 0 where they belong to another document."""
+    # Before the tokens stand as many inputs of the state: the last ones of n begin at n.
     tokens = real.sum(axis=1, keepdims=True, dtype=jnp.int32)
     last = tokens + jnp.arange(count, dtype=jnp.int32)[None]
     same = jnp.take_along_axis(documents, last, axis=1, mode="clip") == documents[:, -1:]

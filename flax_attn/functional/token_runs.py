@@ -46,6 +46,12 @@ class Places:
         """Whether each row of the batch has tokens of its own."""
         return self.starts.ndim == 2
 
+    def row(self, b: Any) -> Places:
+        """Return the places of one row of the batch."""
+        if not self.differ:
+            return self
+        return Places(jax.lax.dynamic_slice_in_dim(self.starts, b, 1, 0)[0], self.size)
+
     def of(self, index: Any) -> Index:
         """Return the index in the sequence of each index in the part.
 
@@ -63,6 +69,7 @@ class Places:
         """Return how many tokens of the part stand before an index of the sequence."""
         position = jnp.asarray(position, jnp.int32)
         starts = jnp.asarray(self.starts, jnp.int32).reshape(-1, *(1,) * position.ndim)
+        # Of each run none, some or all of its tokens.
         return jnp.clip(position[None] - starts, 0, self.size).sum(axis=0, dtype=jnp.int32)
 
     def take(self, array: Array, axis: int) -> Array:
@@ -83,10 +90,15 @@ class Places:
         # The runs lie apart in the whole: each is added where it begins.
         runs = jnp.split(part, len(self.starts), axis)
         for start, run in zip(self.starts, runs, strict=True):
-            old = jax.lax.dynamic_slice_in_dim(array, start, self.size, axis)
-            new = old + run.astype(array.dtype)
-            array = jax.lax.dynamic_update_slice_in_dim(array, new, start, axis)
+            array = _added(array, run, start, axis)
         return array
+
+
+def _added(array: Array, run: Array, start: Array, axis: int) -> Array:
+    """Return an array with a run added to it from an index on."""
+    old = jax.lax.dynamic_slice_in_dim(array, start, run.shape[axis], axis)
+    new = old + run.astype(array.dtype)
+    return jax.lax.dynamic_update_slice_in_dim(array, new, start, axis)
 
 
 @jax.tree_util.register_dataclass

@@ -12,6 +12,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import jax
@@ -24,6 +25,8 @@ from jaxtyping import Array
 from attn_spec.function_checks import check_function, check_single, needs_values
 
 INDEX = jax.ShapeDtypeStruct((), jnp.int32)
+# Arrays that stand in operations with their values; a tracer has none.
+_CONSTANTS = (np.ndarray, np.generic, Array)
 _NO_MESH = jax.sharding.AbstractMesh((), ())
 
 
@@ -64,7 +67,8 @@ class IndexFunction:
 
     def __call__(self, *scalars: Array) -> Array:
         """Return the result for scalars."""
-        (result,) = jaxpr_as_fun(ClosedJaxpr(self.program.jaxpr, list(self.arrays)))(*scalars)
+        closed = ClosedJaxpr(self.program.jaxpr, list(self.arrays))
+        (result,) = jaxpr_as_fun(closed)(*scalars)
         return result
 
     def over(self, x: tuple[Array, ...], b: Array, n: Array, i: Array, j: Array) -> Array:
@@ -75,13 +79,15 @@ class IndexFunction:
         """
         i, i_axis = _of_rows(i, len(b))
         j, j_axis = _of_rows(j, len(b))
-        # The outermost of the axes of x is mapped first, and so stands first at each turn.
-        lead = (0,) * len(x)
-        over_keys = jax.vmap(self, (*lead, None, None, None, 0))
-        over_queries = jax.vmap(over_keys, (*lead, None, None, 0, None))
-        over_heads = jax.vmap(over_queries, (*lead, None, 0, None, None))
-        over_rows = jax.vmap(over_heads, (*lead, 0, None, i_axis, j_axis))
+        over_heads = self._over_heads(len(x))
+        over_rows = _mapped(over_heads, len(x), b=0, i=i_axis, j=j_axis)
         return over_rows(*x, b, n, i, j)
+
+    def _over_heads(self, count: int) -> Callable:
+        """Return a function of one row of the batch that returns `(n, t, s)`."""
+        over_keys = _mapped(self, count, j=0)
+        over_queries = _mapped(over_keys, count, i=0)
+        return _mapped(over_queries, count, n=0)
 
     @property
     def floats(self) -> tuple[Array, ...]:
@@ -98,6 +104,20 @@ class IndexFunction:
             other = x if rest is ... else rest
             arrays.append(next(new) if _has_gradient(x) else other)
         return IndexFunction(tuple(arrays), self.program)
+
+
+def _mapped(
+    function: Callable,
+    count: int,
+    *,
+    b: int | None = None,
+    n: int | None = None,
+    i: int | None = None,
+    j: int | None = None,
+) -> Callable:
+    """Return a function mapped over these axes of its indices, and over the first of `count` x."""
+    # The last to be mapped takes the outermost axis of x: what is left stands first in its turn.
+    return jax.vmap(function, (*(0,) * count, b, n, i, j))
 
 
 def _has_gradient(array: Any) -> bool:
@@ -133,30 +153,39 @@ def trace(
         (1, (False, False, True, True), dtype('bool'))
     """
     check_function(what, function, arguments)
+    closed, result = _traced(what, function, (*first, INDEX, INDEX, INDEX, INDEX))
+    check_single(what, result, isinstance(result, jax.ShapeDtypeStruct))
+    needed = _read(closed.jaxpr)
+    program = FunctionProgram(
+        jaxpr=closed.jaxpr,
+        name=getattr(function, "__name__", type(function).__name__),
+        operations=_operations(closed.jaxpr, _reference(function)),
+        reads=tuple(x in needed for x in closed.jaxpr.invars),
+    )
+    arrays = tuple(map(jnp.asarray, closed.consts))
+    return IndexFunction(arrays, program), result
+
+
+def _traced(what: str, function: Callable, scalars: Sequence[Any]) -> tuple:
+    """Return the jaxpr of a function, and the dtype and shape of its result."""
+    # Wrapped anew: JAX keeps the trace of a function that it knows, and with it arrays that were
+    # captured then.
+    wrapped = jax.make_jaxpr(lambda *scalars: function(*scalars), return_shape=True)
     try:
         # Scalars lie on no mesh, and each device evaluates its own.
         with jax.sharding.use_abstract_mesh(_NO_MESH):
-            # Wrapped anew: JAX keeps the trace of a function that it knows, and with it arrays that
-            # were captured then.
-            wrapped = jax.make_jaxpr(lambda *scalars: function(*scalars), return_shape=True)
-            closed, result = wrapped(*first, *(INDEX,) * 4)
+            return wrapped(*scalars)
     except (
         jax.errors.ConcretizationTypeError,
         jax.errors.TracerArrayConversionError,
         jax.errors.TracerIntegerConversionError,
     ) as error:
         raise needs_values(what, error) from error
-    check_single(what, result, isinstance(result, jax.ShapeDtypeStruct))
-    jaxpr = closed.jaxpr
-    name = getattr(function, "__name__", type(function).__name__)
-    needed = _read(jaxpr)
-    reads = tuple(x in needed for x in jaxpr.invars)
-    program = FunctionProgram(jaxpr, name, _operations(jaxpr, _reference(function)), reads)
-    return IndexFunction(tuple(map(jnp.asarray, closed.consts)), program), result
 
 
 def _read(jaxpr: Any) -> set:
-    # What the result depends on; an operation that is needed needs all that it takes.
+    """Return the variables that the result depends on."""
+    # An operation that is needed needs all that it takes.
     needed = {x for x in jaxpr.outvars if not isinstance(x, Literal)}
     for eqn in reversed(jaxpr.eqns):
         if needed.intersection(eqn.outvars):
@@ -165,7 +194,7 @@ def _read(jaxpr: Any) -> set:
 
 
 def _reference(function: Callable) -> Any:
-    # Equal for the same function, which it does not keep alive, nor what the function captures.
+    """Return what is equal for the same function, and keeps alive neither it nor its arrays."""
     try:
         return weakref.WeakMethod(function) if inspect.ismethod(function) else weakref.ref(function)
     except TypeError:
@@ -178,52 +207,67 @@ def _operations(jaxpr: Any, origin: Any) -> tuple:
     Variables are compared by their number, arrays by their content. Rules for derivatives are
     traced anew each time: they are equal if the whole function, `origin`, is the same.
     """
-    numbers: dict[Any, int] = {}
-
-    def atom(x: Any) -> tuple:
-        kind = str(x.aval)
-        if isinstance(x, Literal):
-            return kind, _comparable(x.val, origin)
-        return kind, numbers.setdefault(x, len(numbers))
-
-    def atoms(variables: Sequence[Any]) -> tuple:
-        return tuple(atom(x) for x in variables)
-
+    # Filled in the order in which variables are met.
+    atoms = partial(_atoms, numbers={}, origin=origin)
     inputs = atoms((*jaxpr.constvars, *jaxpr.invars))
-    equations = []
-    for eqn in jaxpr.eqns:
-        taken = atoms(eqn.invars)
-        parameters = _parameters(eqn, origin)
-        equations.append((eqn.primitive, taken, parameters, atoms(eqn.outvars)))
+    equations = [_equation(eqn, atoms, origin) for eqn in jaxpr.eqns]
     return inputs, tuple(equations), atoms(jaxpr.outvars)
+
+
+def _equation(eqn: Any, atoms: Callable, origin: Any) -> tuple:
+    taken = atoms(eqn.invars)
+    parameters = _parameters(eqn, origin)
+    return eqn.primitive, taken, parameters, atoms(eqn.outvars)
+
+
+def _atoms(variables: Sequence[Any], numbers: dict[Any, int], origin: Any) -> tuple:
+    return tuple(_atom(x, numbers, origin) for x in variables)
+
+
+def _atom(x: Any, numbers: dict[Any, int], origin: Any) -> tuple:
+    kind = str(x.aval)
+    if isinstance(x, Literal):
+        return kind, _comparable(x.val, origin)
+    return kind, numbers.setdefault(x, len(numbers))
 
 
 def _parameters(eqn: Any, origin: Any) -> Any:
     if not eqn.primitive.name.startswith("custom_"):
         return _comparable(eqn.params, origin)
-    known = {}
-    for name, x in eqn.params.items():
-        # The rest are rules for derivatives.
-        if isinstance(x, int | str | tuple | None) or hasattr(x, "eqns"):
-            known[name] = x
+    # The rest are rules for derivatives.
+    known = {name: x for name, x in eqn.params.items() if _is_known(x)}
     return _comparable(known, origin), origin
 
 
+def _is_known(parameter: Any) -> bool:
+    return isinstance(parameter, int | str | tuple | None) or hasattr(parameter, "eqns")
+
+
 def _comparable(value: Any, origin: Any) -> Any:
-    if hasattr(value, "eqns"):
-        constants = _comparable([*getattr(value, "consts", ())], origin)
-        return _operations(getattr(value, "jaxpr", value), origin), constants
     if isinstance(value, dict):
-        return tuple((key, _comparable(x, origin)) for key, x in sorted(value.items()))
+        value = sorted(value.items())
     if isinstance(value, tuple | list):
         return type(value).__name__, tuple(_comparable(x, origin) for x in value)
-    if isinstance(value, np.ndarray | np.generic | Array) and not isinstance(value, Tracer):
+    is_jaxpr = hasattr(value, "eqns")
+    return _comparable_jaxpr(value, origin) if is_jaxpr else _comparable_leaf(value)
+
+
+def _comparable_jaxpr(value: Any, origin: Any) -> tuple:
+    constants = [*getattr(value, "consts", ())]
+    jaxpr = getattr(value, "jaxpr", value)
+    return _operations(jaxpr, origin), _comparable(constants, origin)
+
+
+def _comparable_leaf(value: Any) -> tuple:
+    is_known = isinstance(value, _CONSTANTS) and not isinstance(value, Tracer)
+    if is_known:
         array = np.asarray(value)
         return str(array.dtype), array.shape, array.tobytes()
+    # 1, 1.0 and True are equal; their types are not.
+    kind = type(value).__name__
     try:
         hash(value)
     except TypeError:
-        # Which the jaxpr keeps alive.
-        return type(value).__name__, id(value)
-    # 1, 1.0 and True are equal.
-    return type(value).__name__, value
+        # The jaxpr keeps it alive, so that no other value gets its id.
+        return kind, id(value)
+    return kind, value

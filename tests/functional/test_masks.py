@@ -430,3 +430,11 @@ def test_a_mask_of_arrays_without_values_still_has_a_repr():
 def test_and_lets_through_what_both_let_through(mask):
     for other in MASKS.values():
         np.testing.assert_array_equal(table(mask & other), table(mask) & table(other))
+
+
+def test_counts_of_64_bits_are_read_whole_where_these_are_switched_off():
+    with jax.enable_x64(True):
+        counts = jnp.array([2**32 + 1, 2, -(2**32) + 3])
+    assert counts.dtype == "int64"
+    seen = Mask.lengths(key=counts).materialise(3, 1, 1, S)
+    assert seen[:, 0, 0].sum(axis=1).tolist() == [S, 2, 0]

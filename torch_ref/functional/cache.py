@@ -140,6 +140,7 @@ class KVCache(Cache):
         slots = self.indices(self.capacity)
         if self.window is None:
             return slots
+        # The last turn of the ring that fell on a slot; below 0 where no token did.
         behind = self.row_lengths[..., None] - 1 - slots
         return slots + behind // self.capacity * self.capacity
 
@@ -153,6 +154,7 @@ class KVCache(Cache):
     def append(self, key: Key, value: Value, lengths: RowLengths = None) -> KVCache:
         """Return the cache with new tokens behind the cached ones."""
         self._check_new(key, value)
+        # One sequence is a batch of one.
         if key.ndim == 3:
             batched = self._batched().append(key[None], value[None], lengths)
             return batched._unbatched()
@@ -174,6 +176,7 @@ class KVCache(Cache):
     ) -> Extended:
         """Return what the queries of new tokens attend to, and the cache after them."""
         self._check_new(key, value)
+        # One sequence is a batch of one.
         if key.ndim == 3:
             extended = self._batched().extend(key[None], value[None], mask, lengths)
             return Extended(
@@ -191,6 +194,7 @@ class KVCache(Cache):
         return extended._replace(mask=extended.mask & Mask.lengths(query=lengths))
 
     def _extend(self, key: Key, value: Value, mask: Mask, lengths: RowLengths) -> Extended:
+        # The rows of the new tokens are taken from it, wherever they stand.
         mask.check_whole(self.capacity)
         after = self.append(key, value, lengths)
         keys, values = after._tokens_first(key.dtype)
@@ -199,22 +203,32 @@ class KVCache(Cache):
     def _extend_ring_buffer(
         self, key: Key, value: Value, mask: Mask, lengths: RowLengths, window: int
     ) -> Extended:
-        t = key.shape[1]
         after = self.append(key, value, lengths)
         mask = mask & Mask.sliding_window(window)
-        if t <= self.capacity - window + 1:
-            keys, values = after._tokens_first(key.dtype)
-            positions = after.key_positions
-        else:
-            keys, values, positions = self._joined(key, value, after)
-        return self._attend(t, keys, values, mask, positions, after)
+        keys, values, positions = self._ring_tokens(key, value, after, window)
+        return self._attend(key.shape[1], keys, values, mask, positions, after)
 
     def _attend(
         self, t: int, keys: Key, values: Value, mask: Mask, positions: Tensor, after: KVCache
     ) -> Extended:
         visible = mask.at(self.positions(t), positions)
         cached = rearrange(positions >= 0, "b s -> b 1 1 s")
-        return Extended(keys, values, Mask.dense(visible & cached), positions, after)
+        return Extended(
+            key=keys,
+            value=values,
+            mask=Mask.dense(visible & cached),
+            key_positions=positions,
+            cache=after,
+        )
+
+    def _ring_tokens(
+        self, key: Key, value: Value, after: KVCache, window: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the keys and values that new tokens may see, and their positions."""
+        if key.shape[1] <= self.capacity - window + 1:
+            keys, values = after._tokens_first(key.dtype)
+            return keys, values, after.key_positions
+        return self._joined(key, value, after)
 
     def _joined(self, key: Key, value: Value, after: KVCache) -> tuple[Tensor, Tensor, Tensor]:
         """Return the cached tokens and the new ones, and the positions of them all.
@@ -230,6 +244,7 @@ class KVCache(Cache):
     def _joined_positions(self, t: int, after: KVCache) -> Tensor:
         new = self.positions(t)
         real = new < rearrange(after.row_lengths, "b -> b 1")
+        # Padding stands nowhere, and no query sees it.
         new = torch.where(real, new, -1)
         return torch.cat([self.key_positions, new], dim=1)
 

@@ -108,6 +108,7 @@ class Cache:
         The first `lengths` new tokens of a row are real.
         """
         new = t if lengths is None else lengths
+        # Read from shapes alone, so that an error comes before any work.
         if isinstance(new, int):
             self._check_known(t, new)
             if isinstance(self.length, int):

@@ -57,8 +57,9 @@ class DeltaCache(Cache):
 
         b None is one sequence without a batch axis.
         """
-        sizes = kernel_size, num_heads, head_dim
-        shapes = DeltaCache.shapes(b, *sizes, value_dim=value_dim, num_key_heads=num_key_heads)
+        shapes = DeltaCache.shapes(
+            b, kernel_size, num_heads, head_dim, value_dim=value_dim, num_key_heads=num_key_heads
+        )
         check_cache_dtype(dtype_name(dtype))
         # A state is a sum over all tokens before.
         wide = accumulation_dtype(dtype)
@@ -143,7 +144,8 @@ def _begins(segments: Segments, positions: Tensor) -> Tensor:
     """Return which tokens are the first of their segments."""
     ids = torch.atleast_2d(segments.query).to(positions.device)
     # The first token of a sequence finds an empty state in any case.
-    begins = functional.pad(ids[:, 1:] != ids[:, :-1], (1, 0))
+    differs = ids[:, 1:] != ids[:, :-1]
+    begins = functional.pad(differs, (1, 0))
     begins = begins.expand(len(positions), -1)
     return begins.gather(1, positions.clamp(0, ids.shape[1] - 1))
 

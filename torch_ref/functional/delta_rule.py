@@ -78,6 +78,7 @@ def gated_delta_rule(
     real = real_tokens(b, t, lengths, query.device)
     # Padding begins no document.
     starts = torch.zeros_like(real) if starts is None else starts & real
+    # One decay may serve all features of a key.
     if decay.ndim == 3:
         decay = decay[..., None]
     if state is None:

@@ -10,6 +10,7 @@ References:
     Srivastava et al. 2014, "Dropout" (jmlr.org/papers/v15/srivastava14a.html).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -89,6 +90,7 @@ def threefry_2x32(key: tuple[Index, Index], counter: tuple[Index, Index]) -> tup
     x0, x1 = counter
     x0 = (x0 + k0) & _32_BITS
     x1 = (x1 + k1) & _32_BITS
+    # Five groups of four rounds; after each the key is added once more.
     for step in range(5):
         for rotation in _ROTATIONS[step % 2]:
             x0 = (x0 + x1) & _32_BITS
@@ -132,6 +134,7 @@ def keep_mask(dropout: KeyedDropout, b: Index, n: Index, t: Index, s: Index) -> 
                 [0, 1, 0, 1, 0, 0]], dtype=torch.int32)
     """
     seed = key_data(dropout.key).to(t.device)
+    # A counter holds two of the four indices: the others make a key of their own.
     head_key = threefry_2x32((seed[0], seed[1]), (b, n))
     bits, _ = threefry_2x32(head_key, (t, s))
     return bits >= threshold(dropout.rate)
@@ -144,7 +147,7 @@ def threshold(rate: float) -> int:
     return min(round(rate * 2**32), largest)
 
 
-def keep_grid(dropout: KeyedDropout, shape: tuple[int, ...], device=None) -> Tensor:
+def keep_grid(dropout: KeyedDropout, shape: Sequence[int], device=None) -> Tensor:
     """Return the whole `(b, n, t, s)` mask of `keep_mask`, for materialised arrays."""
     b, n, t, s = (torch.arange(size, device=device) for size in shape)
     return keep_mask(

@@ -65,19 +65,19 @@ def as_ids(query: Any, key: Any) -> tuple[Tensor, Tensor]:
     """
     query = _integer_array("query segments", query)
     key = query if key is None else _integer_array("key segments", key)
-    unsigned_query = query.dtype == torch.uint64
-    unsigned_key = key.dtype == torch.uint64
-    query = query.to(torch.int64)
-    key = key.to(torch.int64)
-    if unsigned_query == unsigned_key:
-        return query, key
-    # A half of the unsigned numbers is read as negative ones, which then stand for them alone.
-    return _apart(query, unsigned_query), _apart(key, unsigned_key)
+    is_mixed = (query.dtype == torch.uint64) != (key.dtype == torch.uint64)
+    return _signed(query, is_mixed), _signed(key, is_mixed)
 
 
-def _apart(ids: Tensor, unsigned: bool) -> Tensor:
+def _signed(ids: Tensor, is_mixed: bool) -> Tensor:
+    """Return ids as signed integers; `is_mixed` if just one of queries and keys is unsigned."""
+    signed = ids.to(torch.int64)
+    if not is_mixed:
+        return signed
     least = -_LARGEST - 1
-    return torch.where(ids < 0, least, ids) if unsigned else ids.clamp(min=least + 1)
+    # A half of the unsigned numbers is read as negative ones, which then stand for them alone.
+    is_unsigned = ids.dtype == torch.uint64
+    return torch.where(signed < 0, least, signed) if is_unsigned else signed.clamp(min=least + 1)
 
 
 def _beyond(values: Tensor) -> Tensor:

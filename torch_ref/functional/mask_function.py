@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from attn_spec.attention_checks import check_position
 from attn_spec.function_checks import check_known, check_same_size, check_sees
@@ -33,32 +34,32 @@ class Where(Positioned):
             check_position(self.offset)
 
     def resolve(self, b, n, t, s):
-        # An offset that is not given is 0.
         check_same_size("b", _size(self.b), b)
         check_same_size("n", _size(self.n), n)
-        offset = 0 if self.offset is None else self.offset
-        part = replace(self, offset=offset).sized(b, n)
+        part = replace(self.sized(b, n), offset=self.first_position)
         return super(Where, part).resolve(b, n, t, s)
 
     def sized(self, b, n):
         return replace(self, b=_counted(self.b, b), n=_counted(self.n, n))
 
     def allow(self, rows, cols):
-        # Axes of the batch and of heads are known only once the mask met a call.
-        check_known(_size(self.b), _size(self.n))
-        b = self.b.to(rows.device)[:, None, None, None]
-        n = self.n.to(rows.device)[None, :, None, None]
-        indices = b, n, self.positions(rows), cols
+        indices = (*self._rows_and_heads(rows.device), self.positions(rows), cols)
         size = broadcast_size(*indices)
         # Its own errors are passed on with the rule in front.
         result = called("mask", self.function, *indices)
-        dtype = dtype_name(result.dtype)
-        check_sees(dtype, tuple(result.shape), size)
+        check_sees(dtype_name(result.dtype), tuple(result.shape), size)
         return result.expand(size)
+
+    def _rows_and_heads(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        # Axes of the batch and of heads are known only once the mask met a call.
+        check_known(_size(self.b), _size(self.n))
+        b = self.b.to(device)[:, None, None, None]
+        n = self.n.to(device)[None, :, None, None]
+        return b, n
 
     def positions(self, rows):
         """Return the positions `(#b, 1, t, 1)` of queries at indices `(1, 1, t, 1)`."""
-        offset = torch.as_tensor(0 if self.offset is None else self.offset, device=rows.device)
+        offset = torch.as_tensor(self.first_position, device=rows.device)
         return rows + offset.clamp(-(2**31), 2**31 - 1).reshape(-1, 1, 1, 1)
 
 

@@ -34,6 +34,11 @@ class Positioned(MaskPart):
         placed = self if self.offset is not None else replace(self, offset=0)
         return super(Positioned, placed).resolve(b, n, t, s)
 
+    @property
+    def first_position(self) -> Count:
+        """The position of query 0; an offset that is not given is 0."""
+        return 0 if self.offset is None else self.offset
+
     def check_static(self, t: int, s: int, left: int = 0, right: int = 0) -> None:
         """Raise if an offset that is known is one for which all queries see the same keys."""
         if isinstance(self.offset, int):
@@ -44,7 +49,7 @@ class Positioned(MaskPart):
 
         A position far beyond all keys is clipped, and stays beyond them.
         """
-        return i + _per_row(0 if self.offset is None else self.offset, i, distance)
+        return i + _per_row(self.first_position, i, distance)
 
 
 @dataclass(frozen=True)
@@ -67,7 +72,8 @@ class Window(Positioned, IntervalPart):
 
     def interval(self, i):
         first = 0 if self.left is None else self.position(i, -self.left)
-        return first, _UNBOUNDED if self.right is None else self.position(i, self.right)
+        last = _UNBOUNDED if self.right is None else self.position(i, self.right)
+        return first, last
 
 
 @dataclass(frozen=True)
@@ -94,7 +100,10 @@ class Lengths(IntervalPart):
 
     def interval(self, i):
         last = _UNBOUNDED if self.key is None else _per_row(self.key, i, -1)
-        return 0, last if self.query is None else torch.where(i < _per_row(self.query, i), last, -1)
+        if self.query is None:
+            return 0, last
+        # A query of padding sees up to key -1, and so none.
+        return 0, torch.where(i < _per_row(self.query, i), last, -1)
 
 
 @dataclass(frozen=True)

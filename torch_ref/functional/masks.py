@@ -21,7 +21,7 @@ from torch_ref.functional.mask_arguments import as_booleans, as_ids, as_integers
 from torch_ref.functional.mask_function import Where
 from torch_ref.functional.mask_part import Count, MaskPart
 from torch_ref.functional.mask_parts import Causal, Dense, Lengths, Prefix, Segments, Window
-from torch_ref.functional.shapes import ArrayLike
+from torch_ref.functional.shapes import ArrayLike, Visible
 
 
 @dataclass(frozen=True)
@@ -138,9 +138,7 @@ class Mask:
         """
         return Mask(tuple(part.sized(b, n) for part in self.parts))
 
-    def block(
-        self, rows: Integer[Tensor, " t"], cols: Integer[Tensor, " s"]
-    ) -> Bool[Tensor, "#b #n #t #s"]:
+    def block(self, rows: Integer[Tensor, " t"], cols: Integer[Tensor, " s"]) -> Visible:
         """Return the mask at the query indices `rows` and key indices `cols`.
 
         Axes that do not matter have size 1.
@@ -183,9 +181,7 @@ class Mask:
     def __repr__(self) -> str:
         return expression(self.parts)
 
-    def at(
-        self, rows: Integer[Tensor, "#b t"], cols: Integer[Tensor, "#b s"]
-    ) -> Bool[Tensor, "#b #n #t #s"]:
+    def at(self, rows: Integer[Tensor, "#b t"], cols: Integer[Tensor, "#b s"]) -> Visible:
         """Return the mask at query and key indices that may differ between rows of the batch.
 
         Example:
@@ -195,8 +191,10 @@ class Mask:
                     [1, 1, 1]], dtype=torch.int32)
         """
         mask = self.sized(len(rows), None)
+        shape = (len(rows), -1, rows.shape[1], cols.shape[1])
         blocks = [mask.block(*indices) for indices in zip(rows, cols, strict=True)]
-        full = [block.expand(len(rows), -1, rows.shape[1], cols.shape[1]) for block in blocks]
+        # A mask that is the same for all rows of the batch is one row.
+        full = [block.expand(shape) for block in blocks]
         return torch.stack([block[i] for i, block in enumerate(full)])
 
     def check_whole(self, s: int) -> None:

@@ -46,9 +46,11 @@ def check_known_lengths(lengths: RowLengths, b: int, t: int) -> None:
     counts = lengths if isinstance(lengths, Tensor) else np.asarray(lengths)
     as_integers("lengths", counts)
     check_rows_of_lengths(tuple(counts.shape), b)
-    if isinstance(counts, np.ndarray):
-        for length in counts.flat:
-            check_lengths(int(length), t)
+    # To read an array would wait for the device.
+    if isinstance(counts, Tensor):
+        return
+    for length in counts.flat:
+        check_lengths(int(length), t)
 
 
 def without_padding(
@@ -63,11 +65,15 @@ def without_padding(
     numbers = torch.as_tensor(numbers)
     if lengths is None:
         return numbers
-    b, t = (1, *shape)[-2:]
-    check_known_lengths(lengths, b, t)
-    real = real_tokens(b, t, lengths, numbers.device).reshape(shape)
+    real = _are_real(shape, lengths, numbers.device)
     # 0 is in every table of ids and of positions.
     return torch.where(real, numbers, 0)
+
+
+def _are_real(shape: tuple[int, ...], lengths: RowLengths, device: torch.device) -> Tensor:
+    b, t = (1, *shape)[-2:]
+    check_known_lengths(lengths, b, t)
+    return real_tokens(b, t, lengths, device).reshape(shape)
 
 
 def shape_of(x: Tensor | None) -> tuple[int, ...] | None:

@@ -5,8 +5,6 @@ cached sequences pass their own positions. Learned positions are an embedding li
 `nn.Embedding`.
 """
 
-from functools import partial
-
 import numpy as np
 import torch
 from einops import rearrange
@@ -21,7 +19,7 @@ from attn_spec.longrope import LongRoPEScaling
 from attn_spec.position_checks import check_base, check_pairs, check_positions, check_segments
 from attn_spec.rope import RotaryPositions
 from torch_ref.functional.dtypes import accumulation_dtype, dtype_name, is_integer
-from torch_ref.functional.shapes import ArrayLike, Positions
+from torch_ref.functional.shapes import ArrayLike, Heads, Index, Positions
 
 
 class RoPE(RotaryPositions, portable=True):
@@ -45,15 +43,10 @@ class RoPE(RotaryPositions, portable=True):
         [3.93, 3.93]
     """
 
-    def __call__(
-        self, x: Float[Tensor, "*b t n h"], positions: ArrayLike | None = None
-    ) -> Float[Tensor, "*b t n h"]:
+    def __call__(self, x: Heads, positions: ArrayLike | None = None) -> Heads:
         # Tables are made for the width that the config names.
         self.check_head_dim(x.shape[-1])
-        if positions is None:
-            positions = torch.arange(x.shape[-3])
-        # Checked and made integers: a mask of positions in floats would round them.
-        positions = as_positions(positions, tuple(x.shape[:-2]))
+        positions = _positions_of(x, positions)
         if x.ndim == 3:
             return self._rotated(x[None], positions[None])[0]
         return self._rotated(x, torch.atleast_2d(positions))
@@ -68,7 +61,9 @@ class RoPE(RotaryPositions, portable=True):
     def _rotated_pairs(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         pairs = "(i two)" if self.interleaved else "(two i)"
         first, second = rearrange(x, f"b t n {pairs} -> two b t n i", two=2)
-        rotated = torch.stack([first * cos - second * sin, second * cos + first * sin])
+        new_first = first * cos - second * sin
+        new_second = second * cos + first * sin
+        rotated = torch.stack([new_first, new_second])
         return rearrange(rotated, f"two b t n i -> b t n {pairs}")
 
     def _width(self, head_dim: int) -> int:
@@ -85,20 +80,37 @@ class RoPE(RotaryPositions, portable=True):
     def _frequencies(self, width: int, positions: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the frequencies of each row: those of some scalings depend on its length."""
         # Known before tracing in float64, and rounded once.
-        as_row = partial(_as_row, dtype=dtype, device=positions.device)
-        scaling = self.scaling
-        if scaling is None:
-            return as_row(plain_frequencies(self.base, width))
-        frequencies = as_row(scaling.frequencies(self.base, width))
-        if isinstance(scaling, DynamicNTKScaling):
-            stretch = scaling.stretch(1 + _last(positions).to(dtype))
-            return frequencies * stretch ** as_row(scaling.exponents(width))
-        if isinstance(scaling, LongRoPEScaling):
-            long = as_row(scaling.long_frequencies(self.base, width))
-            # A row is long as a whole: its queries and keys have the same frequencies.
-            is_long = _last(positions) >= scaling.original_context_length
-            return torch.where(is_long, long, frequencies)
+        if self.scaling is None:
+            return _as_row(plain_frequencies(self.base, width), dtype, positions.device)
+        frequencies = _as_row(self.scaling.frequencies(self.base, width), dtype, positions.device)
+        if isinstance(self.scaling, DynamicNTKScaling):
+            return frequencies * _stretch(self.scaling, width, positions, dtype)
+        if isinstance(self.scaling, LongRoPEScaling):
+            return self._of_length(self.scaling, width, frequencies, positions)
         return frequencies
+
+    def _of_length(
+        self, scaling: LongRoPEScaling, width: int, short: Tensor, positions: Tensor
+    ) -> Tensor:
+        long = _as_row(scaling.long_frequencies(self.base, width), short.dtype, short.device)
+        # A row is long as a whole: its queries and keys have the same frequencies.
+        is_long = _last(positions) >= scaling.original_context_length
+        return torch.where(is_long, long, short)
+
+
+def _stretch(
+    scaling: DynamicNTKScaling, width: int, positions: Tensor, dtype: torch.dtype
+) -> Tensor:
+    stretch = scaling.stretch(1 + _last(positions).to(dtype))
+    return stretch ** _as_row(scaling.exponents(width), dtype, positions.device)
+
+
+def _positions_of(x: Heads, positions: ArrayLike | None) -> Index:
+    """Return the positions of the tokens of x; None is their order."""
+    if positions is None:
+        positions = torch.arange(x.shape[-3])
+    # Checked and made integers: a mask of positions in floats would round them.
+    return as_positions(positions, tuple(x.shape[:-2]))
 
 
 def _last(positions: Tensor) -> Tensor:
@@ -165,5 +177,6 @@ def segment_positions(segments: ArrayLike) -> Positions:
     # An id that differs from the first makes the first token begin a document.
     begins = torch.diff(ids, dim=-1, prepend=ids[..., :1] - 1) != 0
     positions = torch.arange(ids.shape[-1], device=ids.device).expand(ids.shape)
+    # The latest start so far is that of the token's own document.
     starts = torch.where(begins, positions, 0)
     return positions - starts.cummax(dim=-1).values

@@ -33,6 +33,7 @@ def alibi(
     """
     dtype = torch.get_default_dtype() if dtype is None else dtype
     distances = _offsets(query_positions, key_positions).abs()
+    # Integers change their sign: the 0 of a float would become -0.
     nearness = (-distances).to(dtype)
     slopes = torch.as_tensor(alibi_slopes(num_heads), dtype=dtype, device=nearness.device)
     bias = nearness[..., None] * slopes

@@ -5,6 +5,7 @@ from jaxtyping import Bool, Float, Integer
 from torch import Tensor
 
 # `*b` is one batch axis, or none for one sequence; `#b` is a batch or 1.
+Heads = Float[Tensor, "*b t n h"]
 Query = Float[Tensor, "*b t n h"]
 Key = Float[Tensor, "*b s k h"]
 Value = Float[Tensor, "*b s k v"]

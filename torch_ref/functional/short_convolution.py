@@ -56,36 +56,37 @@ def short_convolution(
     starts = torch.zeros_like(real) if starts is None else starts & real
     if state is None:
         state = torch.zeros((b, before, d), device=x.device)
+    # Padding may hold anything, also NaN, which a weight of 0 would let through.
     tokens = torch.where(real[..., None], x, 0)
     inputs = torch.cat([state.to(x.dtype), tokens], dim=1)
     # The document of each input, counted from the one that the state belongs to.
     documents = functional.pad(starts.long().cumsum(dim=1), (before, 0))
-    output = _weighted_sums(inputs, documents, kernel)
+    # In float32 for lower dtypes: each input is added to the sum.
+    output = _weighted_sums(inputs, documents, kernel.to(accumulation_dtype(x.dtype)))
     return Convolved(output.to(x.dtype), _last_inputs(inputs, documents, real, before))
 
 
 def _weighted_sums(inputs: Tensor, documents: Tensor, kernel: Tensor) -> Tensor:
-    """Return the sums over the inputs of the same document, in the dtype of sums."""
-    before = len(kernel) - 1
-    dtype = accumulation_dtype(inputs.dtype)
-    own = documents[:, before:]
-    t = own.shape[1]
-    shape = (*own.shape, kernel.shape[1])
-    # In float32 for lower dtypes: each input is added to it.
-    output = torch.zeros(shape, dtype=dtype, device=inputs.device)
-    for i in range(before + 1):
-        window = slice(i, i + t)
-        # A token sees no inputs of the document before its own.
-        same = documents[:, window] == own
-        seen = torch.where(same[..., None], inputs[:, window], 0)
-        weights = kernel[i].to(dtype)
-        output = output + weights * seen.to(dtype)
+    """Return the sums over the inputs of the same document, in the dtype of the kernel."""
+    own = documents[:, len(kernel) - 1 :]
+    output = kernel.new_zeros((*own.shape, kernel.shape[1]))
+    for i in range(len(kernel)):
+        seen = _seen(inputs, documents, own, i)
+        output = output + kernel[i] * seen.to(kernel.dtype)
     return output
+
+
+def _seen(inputs: Tensor, documents: Tensor, own: Tensor, i: int) -> Tensor:
+    """Return input i of those that each token sees: 0 where another document has it."""
+    window = slice(i, i + own.shape[1])
+    same = documents[:, window] == own
+    return torch.where(same[..., None], inputs[:, window], 0)
 
 
 def _last_inputs(inputs: Tensor, documents: Tensor, real: Tensor, count: int) -> Tensor:
     """Return the last inputs of each row; 0 where they belong to another document."""
     rows = torch.arange(len(inputs), device=inputs.device)[:, None]
+    # Before the tokens stand as many inputs of the state: the last ones of n begin at n.
     tokens = real.sum(dim=1, keepdim=True)
     last = tokens + torch.arange(count, device=inputs.device)
     same = documents[rows, last] == documents[:, -1:]
