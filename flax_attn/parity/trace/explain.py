@@ -237,7 +237,7 @@ class _Explained:
 
 
 def _in_order(alignment: Alignment) -> dict[Node, int]:
-    """Return the quantities of nodes, but for those of JAX that only rearrange their numbers."""
+    """Return the quantities of nodes, except those of JAX that only rearrange their numbers."""
     found = dict(alignment.quantities)
     for node, others in alignment.torch_of.items():
         if node.operation in REARRANGING and node in alignment.flax.varying:
