@@ -61,6 +61,7 @@ help:
 	@echo 'make dist         build the distributions, check them, and try the wheel on Python 3.11 to 3.13, without torch'
 	@echo 'make test-fused   run the Pallas kernels on every case of the conformance suite in the interpreter, as on GPU and on TPU'
 	@echo 'make test-gpu     build the kernels of cudnn and fused for an H200 without one, and count launches and temporaries'
+	@echo 'make test-tpu     build the kernels of fused, and models of other libraries, for TPU chips without one'
 	@echo 'make clean        remove the environments and caches'
 
 parity: .venv/installed
@@ -125,7 +126,12 @@ test-fused: .venv/installed
 	FLAX_ATTN_ALL_OF_FUSED=1 $(BIN)/pytest tests/backends/test_fused.py $(ARGS)
 
 test-gpu: .venv-gpu/installed
-	.venv-gpu/bin/pytest -ra tests/backends/test_cudnn_kernels.py tests/backends/test_fused_compiled.py tests/tools/test_aot.py $(ARGS)
+	KERAS_BACKEND=jax .venv-gpu/bin/pytest -ra tests/backends/test_cudnn_kernels.py tests/backends/test_fused_compiled.py \
+		tests/everywhere/test_compiled.py tests/tools/test_aot.py $(ARGS)
+
+# The environment holds a wheel; what is tested is the code here.
+test-tpu: .venv-tpu/installed
+	KERAS_BACKEND=jax PYTHONPATH=. .venv-tpu/bin/python -m pytest -ra tests/backends/test_fused_compiled.py tests/everywhere/test_compiled.py $(ARGS)
 
 # Folders whose lines hold one idea each; the others are still to be written so.
 READABLE := attn_spec $(addprefix torch_ref/, attention.py functional models modules) $(addprefix flax_attn/, aot bench cli convert device functional models modules native plan proof sharding training)
@@ -207,7 +213,7 @@ dist: .venv-release/installed
 .venv-tpu/installed: pyproject.toml constraints.txt $(shell find attn_spec flax_attn -name '*.py')
 	$(PYTHON) -m venv --clear .venv-tpu
 	rm -rf build/lib*
-	.venv-tpu/bin/pip install --quiet -c constraints.txt '.[tpu]'
+	.venv-tpu/bin/pip install --quiet -c constraints.txt '.[tpu]' beartype equinox hypothesis keras pytest
 	@touch $@
 
 # Of the last transformers that has Flax models, and what else is judged; without what the kernels need.
@@ -228,7 +234,7 @@ dist: .venv-release/installed
 .venv-gpu/installed: pyproject.toml constraints-newest.txt
 	@test -n '$(NEWEST_PYTHON)' || { echo 'no Python 3.12 or newer found: make gpu NEWEST_PYTHON=/path/to/python'; exit 1; }
 	$(NEWEST_PYTHON) -m venv --clear .venv-gpu
-	.venv-gpu/bin/pip install --quiet -c constraints-newest.txt -e '.[aot-gpu]' beartype hypothesis pytest
+	.venv-gpu/bin/pip install --quiet -c constraints-newest.txt -e '.[aot-gpu]' beartype equinox hypothesis keras pytest
 	@touch $@
 
 clean:

@@ -15,9 +15,11 @@ What `jax.jit` compiles inside stays so, and is not found outside, nor the rever
 compiled, exported or traced by hand is not changed by a block: `jax.jit(f).lower(x).compile()`,
 a jaxpr, the pullback of `jax.vjp`.
 
-Derivatives in forward mode, and of second order, are those of the backend: on a CPU in float32 all
-calls without bias, dropout and mask arrays have them, and others raise JAX's error for a
-`custom_vjp`. Compute such a part under `everywhere(False)`.
+Every call has derivatives in reverse and in forward mode on one device; those in forward mode hold
+all scores, as the original does.
+
+Dropout has the rate and the distribution of the original's and draws from the layer's own key or
+stream, but drops other weights for the same key; a warning says so once.
 
 Targets are `jax.nn` (`dot_product_attention`), `nnx` and `linen` (their attention functions,
 and so the modules that call them), `keras`, `equinox` and `haiku` (modules and functions). None
