@@ -283,6 +283,6 @@ def _notes(pair: Pair, names: Sequence[str] | None) -> list[str]:
     if getattr(pair.flax, "mixes_dtypes", False):
         notes.append(
             "the JAX module mixes dtypes, which jax_numpy_dtype_promotion="
-            f"{jax.config.jax_numpy_dtype_promotion} refuses: judged with JAX's default, standard"
+            f"{jax.config.values['jax_numpy_dtype_promotion']} refuses: judged with JAX's default, standard"
         )
     return notes + note_on_variance(getattr(pair.flax, "module", None))
