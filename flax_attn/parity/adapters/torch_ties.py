@@ -8,12 +8,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 aten = torch.ops.aten
-# Each returns values and their indices.
+# Each returns values and their indices. That of the first is defined for `max`, which is none.
 SELECTING = (
     aten.topk.default,
     aten.sort.default,
-    aten.max.dim,
-    aten.min.dim,
     aten.kthvalue.default,
     aten.median.dim,
 )
