@@ -281,8 +281,9 @@ def _notes(pair: Pair, names: Sequence[str] | None) -> list[str]:
             " difference"
         )
     if getattr(pair.flax, "mixes_dtypes", False):
+        setting = jax.config.values["jax_numpy_dtype_promotion"]
         notes.append(
-            "the JAX module mixes dtypes, which jax_numpy_dtype_promotion="
-            f"{jax.config.jax_numpy_dtype_promotion} refuses: judged with JAX's default, standard"
+            f"the JAX module mixes dtypes, which jax_numpy_dtype_promotion={setting} refuses: judged"
+            " with JAX's default, standard"
         )
     return notes + note_on_variance(getattr(pair.flax, "module", None))

@@ -211,8 +211,11 @@ class JaxAdapter(ModuleAdapter):
         """Whether a call changes what the module keeps beside its parameters."""
         if not jax.tree.leaves(state):
             return False
-        left = jax.make_jaxpr(lambda *given: self._stepped(*given, mode)[1])
-        program = left(params, inputs, state, extras).jaxpr
+
+        def left(params, inputs, state, extras):
+            return self._stepped(params, inputs, state, extras, mode)[1]
+
+        program = jax.make_jaxpr(left)(params, inputs, state, extras).jaxpr
         return any(result not in program.invars for result in program.outvars)
 
     def _training_step(

@@ -94,7 +94,7 @@ def _nnx(module: nnx.Module, mode: Mode) -> Parts:
         # Merged into a copy: a Variable can only be changed in the trace that made it.
         return nnx.merge(graph, nnx.from_flat_state(leaves), rest, copy=True)
 
-    def state(module: nnx.Module) -> tuple[dict[str, jax.Array], Any]:
+    def state_of(module: nnx.Module) -> tuple[dict[str, jax.Array], Any]:
         _, _, statistics, left = nnx.split(module, nnx.Param, _is_statistic, ...)
         found = {}
         for path, variable in nnx.to_flat_state(statistics):
@@ -104,7 +104,7 @@ def _nnx(module: nnx.Module, mode: Mode) -> Parts:
         leaves = [(path, moved.get(path, before)) for path, before in nnx.to_flat_state(rest)]
         return found, nnx.from_flat_state(leaves)
 
-    parts = Parts({}, {}, rest, build, type(module).__call__, state)
+    parts = Parts({}, {}, rest, build, type(module).__call__, state_of)
     for path, variable in variables.items():
         own = parts.statistics if isinstance(variable, nnx.BatchStat) else parts.params
         own.update(_values(variable, names[path]))

@@ -8,12 +8,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 aten = torch.ops.aten
-# Each returns values and their indices.
+# Each returns values and their indices. That of the first is defined for `max`, which is none.
 SELECTING = (
     aten.topk.default,
     aten.sort.default,
-    aten.max.dim,
-    aten.min.dim,
     aten.kthvalue.default,
     aten.median.dim,
 )
@@ -33,11 +31,11 @@ class OtherTies(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:
         """Call an operation; one that selects, on the values in reverse order."""
         kwargs = kwargs or {}
-        given = {}
+        given: dict[str, Any] = {}
         for i, argument in enumerate(func._schema.arguments):
             given[argument.name] = args[i] if i < len(args) else kwargs.get(argument.name)
         values = given.get("self")
-        if func not in SELECTING or not values.ndim:
+        if values is None or func not in SELECTING or not values.ndim:
             return func(*args, **kwargs)
         axis = -1 if given.get("dim") is None else given["dim"]
         found, indices = func(values.flip(axis), *args[1:], **kwargs)

@@ -154,8 +154,8 @@ class _Explained:
         if rounded:
             gap, note = replace(gap, parameter="rounding"), f"{rounded:.1e}"
         # A value that both have stands where it is used.
-        own = gap.torch is not None and gap.torch.operation != "leaf"
-        origin = gap.torch.origin if own else None
+        own = None if gap.torch is None or gap.torch.operation == "leaf" else gap.torch
+        origin = own and own.origin
         module = theirs.module if origin is None or origin.place is None else origin.module
         return Hypothesis(module, gap.operation, gap.parameter, *sides, note=note)
 
@@ -282,10 +282,10 @@ def _rounded_apart(gap: Gap) -> float:
 
     Tables are built in float32 on both sides as a rule, each with roundings of its own.
     """
-    both = gap.parameter == "operation" and gap.flax is not None and gap.torch is not None
-    if not both or "cast" in (gap.flax.operation, gap.torch.operation):
+    if gap.parameter != "operation" or gap.flax is None or gap.torch is None:
         return 0.0
-    if gap.flax.origin is None or gap.torch.origin is None:
+    cast = "cast" in (gap.flax.operation, gap.torch.operation)
+    if cast or gap.flax.origin is None or gap.torch.origin is None:
         return 0.0
     ours, theirs = gap.flax.origin.value, gap.torch.origin.value
     if not any(x.dtype.kind == "f" and (x == x.astype(np.float32)).all() for x in (ours, theirs)):
