@@ -29,7 +29,7 @@ from flax_attn.backends.call import Call, Floats
 from flax_attn.backends.nonfinite import headroom
 from flax_attn.backends.softmax import Softmax
 from flax_attn.backends.tile import score_gradients
-from flax_attn.backends.work import KernelWork, arrays_moved, is_float32, products
+from flax_attn.backends.work import KernelWork, arrays_moved, arrays_read, is_float32, products
 from flax_attn.functional.dtypes import accumulation_dtype
 from flax_attn.functional.nonfinite import finite_tokens, zero_nonfinite
 from flax_attn.functional.shapes import Index
@@ -253,11 +253,14 @@ def batched_memory(call: Call) -> int:
 
 
 def batched_work(call: Call) -> KernelWork:
-    """Return the work of all tiles: two products each, a maximum, and weights with their sums."""
+    """Return the work of all tiles: two products each, and weights; and of clean keys."""
     b, n, _, _ = call.shape
     division = divided(call, FORWARD, UNROLLED_FORWARD)
     pairs = sum(span.count * span.rows * span.cols for span in division.spans)
     tiles = division.parts * sum(span.count for span in division.spans)
     sums = accumulation_dtype(call.query.dtype).itemsize
-    moved = arrays_moved(call) + b * n * pairs * (3 * sums + 2 * call.query.dtype.itemsize)
-    return KernelWork(5 * tiles + 12, products(call, pairs), moved, is_float32(call))
+    # Scores and weights are written once, and read once.
+    both = b * n * pairs * (sums + call.query.dtype.itemsize)
+    flops, moved = products(call, pairs), arrays_moved(call) + both
+    apart = both + 3 * arrays_read(call)
+    return KernelWork(4 * tiles + 12, flops, moved, apart, is_float32(call))

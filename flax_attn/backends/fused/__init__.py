@@ -25,15 +25,17 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from flax_attn.backends import rates
 from flax_attn.backends.backend import Backend
 from flax_attn.backends.call import ARRAY_SCALE, Call
+from flax_attn.backends.fused import bounds
 from flax_attn.backends.fused.attend import Plan, attend
 from flax_attn.backends.fused.functions import Halves
 from flax_attn.backends.fused.kernel import Tiling
 from flax_attn.backends.fused.operands import KNOWN, flat, score_halves
 from flax_attn.backends.fused.tilings import tilings
 from flax_attn.backends.platform import compute_capability
-from flax_attn.backends.work import FUSED, KernelWork, fused
+from flax_attn.backends.work import KernelWork, fused
 from flax_attn.functional.mask_function import Where
 
 WIDEST = 256
@@ -50,11 +52,7 @@ _INTERPRETED: ContextVar[Interpreted | None] = ContextVar("interpreted", default
 
 
 class Fused(Backend):
-    """Kernels in Pallas.
-
-    Attributes:
-        fewest: number of queries up to which `"auto"` takes another.
-    """
+    """Kernels in Pallas."""
 
     name = "fused"
     dtypes = ("float32", "bfloat16", "float16")
@@ -67,16 +65,12 @@ class Fused(Backend):
         " a key, a precision that is an algorithm"
     )
 
-    fewest = 16
-
     @property
     def platforms(self) -> tuple[str, ...] | None:
         return ("gpu", "tpu") if _INTERPRETED.get() is None else None
 
     def preferred(self, call: Call) -> bool:
-        # A program takes a tile of queries of one head over all keys: with few queries there are
-        # too few programs for the processors of a chip.
-        return call.platform != "cpu" and call.shape[2] > self.fewest
+        return call.platform != "cpu"
 
     def refuse(self, call: Call) -> str | None:
         checks = _refuse_sizes, _refuse_chip, _refuse_numbers, _refuse_mask, _refuse_functions
@@ -105,11 +99,18 @@ class Fused(Backend):
     def work(self, call: Call) -> KernelWork:
         """Return the work of a kernel, of what finds its tiles, and of copies that it reads.
 
-        The kernel is not measured on a chip yet: it is taken to reach half of the rate of those of
-        cuDNN and JAX, which keep the calls that they take as structure.
+        A program takes whole tiles of queries.
         """
-        launches = 10 if call.platform == "tpu" else 4
-        return replace(fused(call, 2 * self.memory(call), launches), share=FUSED / 2)
+        on_tpu = call.platform == "tpu"
+        copied = 2 * self.memory(call) if on_tpu else 0
+        found = fused(call, rates.pallas(call), launches=10 if on_tpu else 4, apart=copied)
+        _, n, t, _ = call.shape
+        forward, _ = tilings(call)
+        # A tile of few queries holds all heads that share their keys.
+        shared = n // call.key.shape[2] if t * n // call.key.shape[2] <= forward.t else 1
+        rows = max(t * shared, 1)
+        computed = bounds.tiles(rows, forward.t) * forward.t
+        return replace(found, flops=found.flops * computed // rows)
 
     def plan(self, call: Call) -> Plan:
         """Return how a call is computed."""
