@@ -125,7 +125,7 @@ test-fused: .venv/installed
 	FLAX_ATTN_ALL_OF_FUSED=1 $(BIN)/pytest tests/backends/test_fused.py $(ARGS)
 
 test-gpu: .venv-gpu/installed
-	.venv-gpu/bin/pytest -ra tests/backends/test_cudnn_kernels.py tests/backends/test_fused_compiled.py tests/tools/test_aot.py $(ARGS)
+	.venv-gpu/bin/pytest -ra tests/backends/test_cudnn_kernels.py tests/backends/test_fused_compiled.py tests/backends/test_blocked_compiled.py tests/tools/test_aot.py $(ARGS)
 
 # Folders whose lines hold one idea each; the others are still to be written so.
 READABLE := attn_spec torch_ref/models torch_ref/modules $(addprefix flax_attn/, aot bench cli convert modules native plan proof training)

@@ -27,15 +27,17 @@ from jaxtyping import Array
 
 from flax_attn.backends import rates
 from flax_attn.backends.backend import Backend
-from flax_attn.backends.call import ARRAY_SCALE, Call
+from flax_attn.backends.call import ARRAY_SCALE, Call, Floats
 from flax_attn.backends.fused import bounds
-from flax_attn.backends.fused.attend import Plan, attend
+from flax_attn.backends.fused.attend import Plan, attend, backward, forward
 from flax_attn.backends.fused.functions import Halves
 from flax_attn.backends.fused.kernel import Tiling
 from flax_attn.backends.fused.operands import KNOWN, flat, score_halves
 from flax_attn.backends.fused.tilings import tilings
 from flax_attn.backends.platform import compute_capability
+from flax_attn.backends.softmax import Softmax
 from flax_attn.backends.work import KernelWork, fused
+from flax_attn.functional.dtypes import accumulation_dtype
 from flax_attn.functional.mask_function import Where
 
 WIDEST = 256
@@ -57,6 +59,7 @@ class Fused(Backend):
     name = "fused"
     dtypes = ("float32", "bfloat16", "float16")
     honours = ("bias", "soft_cap", "sinks", "dropout", "precision", "score", ARRAY_SCALE)
+    in_parts = True
     nonfinite = "in its kernel"
     source = "flax_attn, in Pallas"
     structure = "causal, windows, lengths, prefix, segments, functions: hidden tiles are skipped"
@@ -83,6 +86,14 @@ class Fused(Backend):
             return jnp.zeros((*call.query.shape[:3], call.value.shape[3]), call.query.dtype)
         return attend(self.plan(call), call)
 
+    def forward(self, call: Call) -> Softmax:
+        """Return the output `(b, t, n, v)`, and the softmax's maxima and sums `(b, n, t, 1)`."""
+        return forward(self.plan(call), call, accumulation_dtype(call.query.dtype))
+
+    def backward(self, call: Call, saved: Softmax, cotangent: Array) -> Floats:
+        """Return the gradients, where `saved` is over these keys and maybe others."""
+        return backward(self.plan(call), call, saved, cotangent)
+
     def memory(self, call: Call) -> int:
         """Return the bytes of the maxima and sums, and on TPU of the arrays with heads first.
 
@@ -105,11 +116,11 @@ class Fused(Backend):
         copied = 2 * self.memory(call) if on_tpu else 0
         found = fused(call, rates.pallas(call), launches=10 if on_tpu else 4, apart=copied)
         _, n, t, _ = call.shape
-        forward, _ = tilings(call)
+        tile = tilings(call)[0].t
         # A tile of few queries holds all heads that share their keys.
-        shared = n // call.key.shape[2] if t * n // call.key.shape[2] <= forward.t else 1
-        rows = max(t * shared, 1)
-        computed = bounds.tiles(rows, forward.t) * forward.t
+        group = n // call.key.shape[2]
+        rows = max(t * group if t * group <= tile else t, 1)
+        computed = bounds.tiles(rows, tile) * tile
         return replace(found, flops=found.flops * computed // rows)
 
     def plan(self, call: Call) -> Plan:
@@ -122,19 +133,20 @@ class Fused(Backend):
 
 
 @contextmanager
-def interpreted(t: int = 16, s: int = 16) -> Iterator[None]:
+def interpreted(t: int = 16, s: int = 16, part: int = 32) -> Iterator[None]:
     """Run the kernels in Pallas's interpreter, on any platform and slowly: for tests.
 
     Args:
         t: queries of a tile.
         s: keys of a tile.
+        part: keys of a part.
 
     Example:
         >>> with interpreted():
         ...     BACKEND.platforms is None
         True
     """
-    token = _INTERPRETED.set(Interpreted(Tiling(t, s)))
+    token = _INTERPRETED.set(Interpreted(Tiling(t, s, part=part)))
     try:
         yield
     finally:
