@@ -193,8 +193,8 @@ def test_the_bits_of_a_row_are_those_of_its_query_and_keys_alone(platform, on):
     whole = attend(16, 0, TOKENS)
     for rows in (1, 5):
         np.testing.assert_array_equal(attend(rows, 0, TOKENS), whole[:rows])
-    for chunk in (1, 2, 7, 19, 64):
-        for first in sorted({0, TOKENS // chunk // 2 * chunk, (TOKENS - 1) // chunk * chunk}):
+    for chunk in (1, 7, 19, 64):
+        for first in ((TOKENS - 1) // chunk * chunk, TOKENS // chunk // 2 * chunk):
             stop = min(first + chunk, TOKENS)
             np.testing.assert_array_equal(attend(2, first, stop), whole[:2, first:stop])
 
