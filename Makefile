@@ -127,7 +127,7 @@ test-fused: .venv/installed
 
 test-gpu: .venv-gpu/installed
 	KERAS_BACKEND=jax .venv-gpu/bin/pytest -ra tests/backends/test_cudnn_kernels.py tests/backends/test_fused_compiled.py \
-		tests/everywhere/test_compiled.py tests/tools/test_aot.py $(ARGS)
+		tests/backends/test_blocked_compiled.py tests/everywhere/test_compiled.py tests/tools/test_aot.py $(ARGS)
 
 # The environment holds a wheel; what is tested is the code here.
 test-tpu: .venv-tpu/installed

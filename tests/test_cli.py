@@ -1,4 +1,5 @@
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -132,6 +133,17 @@ def test_backends_asks_about_the_calls_of_models(arguments, platforms, capsys, n
     assert "splash takes no bias; got shape" in shown
 
 
+@pytest.mark.parametrize(
+    ("arguments", "chips"),
+    [([], ["A100", "H200", "B200", "V5E", "V6E"]), (["--platform", "b200"], ["B200"])],
+)
+def test_backends_prints_the_predicted_times(arguments, chips, capsys, no_shape_checks):
+    assert main(["backends", "--models", "--times", *arguments]) == 0
+    shown = capsys.readouterr().out
+    assert re.findall(r"Predicted on (\w+), ms forward", shown) == chips
+    assert shown.count("T5 base encoder") == len(chips)
+
+
 def test_bench_measures_one_shape_and_writes_all_that_was_measured(tmp_path, capsys, monkeypatch):
     from flax_attn.bench import suite
 
@@ -173,6 +185,11 @@ def test_bench_measures_one_shape_and_writes_all_that_was_measured(tmp_path, cap
         (
             ["backends", "--models", "--kv-heads", "5", "--no-causal"],
             "calls of its own, and --kv-heads, --no-causal",
+        ),
+        (["backends", "--times"], "--times is about the calls of models"),
+        (
+            ["backends", "--models", "--times", "--platform", "cpu"],
+            'times are predicted for accelerators; got platform "cpu"',
         ),
         (
             ["bench", "--shape", "1,2,8,8", "--backend", "blokced"],

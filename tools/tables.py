@@ -1,7 +1,7 @@
 """Write the generated tables of the documentation: python tools/tables.py [--check].
 
-These are the tables of backends, and of the variants and faults of the proof. With `--check`
-nothing is written, and it exits with 1 if a file is out of date.
+These are the tables of backends, of predicted times, and of the variants and faults of the proof.
+With `--check` nothing is written, and it exits with 1 if a file is out of date.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flax_attn.backends.registry import markdown_table
+from flax_attn.bench import predicted
 from flax_attn.convert.replacing import replacing
 from flax_attn.proof.faults import FAULTS, mesh
 from flax_attn.proof.variants import VARIANTS
@@ -65,17 +66,38 @@ def pages(folder: Path) -> Iterator[tuple[Path, str]]:
     """Yield the path and the text of each page that has a generated table.
 
     Raises:
-        SystemExit: if the folder has no page of backends, or there is no place for a table on it.
+        SystemExit: if the folder lacks a page that has a table, or there is no place for it there.
     """
-    path = folder / "backends.md"
+    # Where a table is missing shows before any is made.
+    tables = {"backends.md": markdown_table, "performance.md": times}
+    texts = {name: _text(folder, name) for name in tables}
+    yield folder / "appendix.md", appendix()
+    for name, make in tables.items():
+        yield folder / name, between_markers(texts[name], make())
+
+
+def _text(folder: Path, name: str) -> str:
+    path = folder / name
     if not path.is_file():
-        sys.exit(f"{folder} has no backends.md. Pass the folder of the documentation as --folder")
+        sys.exit(f"{folder} has no {name}. Pass the folder of the documentation as --folder")
+    text = path.read_text("utf-8")
     try:
-        backends = between_markers(path.read_text("utf-8"), markdown_table())
+        between_markers(text, "")
     except ValueError as error:
         sys.exit(f"{path}: {error}")
-    yield folder / "appendix.md", appendix()
-    yield path, backends
+    return text
+
+
+def times() -> str:
+    """Return the predicted times on each chip, a table for each."""
+    parts = []
+    for chip in predicted.CHIPS:
+        rows = predicted.predicted_times(chip)
+        names = predicted.columns(rows)
+        heading = ["call", "auto", "in order", *(f"`{name}`" for name in names)]
+        lines = markdown(heading, (predicted.cells(row, names) for row in rows))
+        parts.append(f"**{chip.upper()}**\n\n{lines}")
+    return "\n".join(parts).rstrip()
 
 
 def appendix() -> str:

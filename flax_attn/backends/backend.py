@@ -4,7 +4,7 @@ from jaxtyping import Array
 
 from flax_attn.backends.call import Call, Floats
 from flax_attn.backends.softmax import Softmax
-from flax_attn.backends.work import KernelWork, fused
+from flax_attn.backends.work import KernelWork
 
 
 class Backend:
@@ -71,5 +71,5 @@ class Backend:
         raise NotImplementedError
 
     def work(self, call: Call) -> KernelWork:
-        """Return what one forward call asks of a chip; as it stands, of one fused kernel."""
-        return fused(call, self.memory(call))
+        """Return what one forward call asks of a chip, an accelerator."""
+        raise NotImplementedError

@@ -1,6 +1,5 @@
 """cuDNN's fused attention on NVIDIA GPUs, in half precision, with memory linear in tokens."""
 
-from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 
@@ -8,13 +7,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from flax_attn.backends import containment
+from flax_attn.backends import containment, rates
 from flax_attn.backends.backend import Backend
 from flax_attn.backends.band import Band, attend_band, has_lengths, is_band, sides
 from flax_attn.backends.call import Call, Unsupported
 from flax_attn.backends.dense import array_size, attend_dense, refuse_empty
 from flax_attn.backends.platform import asked_chip, compute_capability
-from flax_attn.backends.work import DENSE, FUSED, KernelWork, fused
+from flax_attn.backends.work import KernelWork, arrays_read, fused
 
 _FILLS = {"bfloat16": -(2.0**41), "float16": -(2.0**15)}  # what jax adds to a hidden score
 
@@ -83,9 +82,9 @@ class CuDNN(Backend):
         return (copies + (0 if _keeps(call) else array_size(call))) * call.query.dtype.itemsize
 
     def work(self, call: Call) -> KernelWork:
-        """Return the work of a kernel, which a mask as an array slows down, and of a test."""
-        share = FUSED if _keeps(call) else DENSE
-        return replace(fused(call, self.memory(call), launches=4), share=share)
+        """Return the work of a kernel, slower with a mask as an array, of a test and copies."""
+        share = rates.library(call, structure=_keeps(call))
+        return fused(call, share, launches=4, apart=arrays_read(call) + 2 * self.memory(call))
 
 
 def _refuse_bias(call: Call) -> str | None:

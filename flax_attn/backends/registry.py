@@ -10,7 +10,7 @@ from flax_attn.backends.backend import Backend
 from flax_attn.backends.call import OPTIONS
 
 # In order of preference: of those that prefer the call and do not refuse it "auto" takes the first
-# on a CPU, and the one with the least predicted time elsewhere.
+# on a CPU, and the first whose predicted time is about the least elsewhere.
 BACKENDS = (
     "native",
     "decode",

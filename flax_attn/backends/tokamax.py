@@ -4,7 +4,6 @@ It is chosen by name only: which calls it takes depends on its version, and show
 too late for another backend.
 """
 
-from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
 
@@ -12,13 +11,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from flax_attn.backends import containment
+from flax_attn.backends import containment, rates
 from flax_attn.backends.backend import Backend
 from flax_attn.backends.band import Band, attend_band, has_lengths, is_band, sides
 from flax_attn.backends.call import Call, Unsupported
 from flax_attn.backends.dense import array_size, attend_dense, refuse_empty, refuse_widths
 from flax_attn.backends.platform import compute_capability
-from flax_attn.backends.work import DENSE, FUSED, KernelWork, fused
+from flax_attn.backends.work import KernelWork, arrays_read, fused
 
 _FILL = float(jnp.finfo(jnp.float32).min)  # what the kernels put in the place of a hidden score
 
@@ -68,9 +67,9 @@ class Tokamax(Backend):
         return copies + array_size(call) * (1 + bias)
 
     def work(self, call: Call) -> KernelWork:
-        """Return the work of a kernel, which a mask as an array slows down, and of a test."""
-        share = FUSED if _keeps(call) else DENSE
-        return replace(fused(call, self.memory(call), launches=4), share=share)
+        """Return the work of a kernel, slower with a mask as an array, of a test and copies."""
+        share = rates.library(call, structure=_keeps(call))
+        return fused(call, share, launches=4, apart=arrays_read(call) + 2 * self.memory(call))
 
 
 def implementation() -> str:

@@ -9,9 +9,12 @@ import numpy as np
 from flax_attn.backends.call import Call
 from flax_attn.backends.chips import Chip
 
-# Of the rate of a chip, what attention reaches where the mask is structure, and where it is an
-# array: measured on an H100 with cuDNN (github.com/jax-ml/jax/issues/35114).
-FUSED, DENSE = 0.406, 0.158
+# What separate kernels reach of a chip. GEMMs reach 80 to 90 % of the rate of an H100 (Shah et al.
+# 2024, FlashAttention-3, arXiv:2407.08608, section 1). Standard attention there (figure 5, 8192
+# tokens) does 73 TFLOP/s at width 64 and 139 at width 128, and moves its scores four times: 68 and
+# 65 % of the bandwidth.
+PRODUCTS = 0.8
+BANDWIDTH = 2 / 3
 
 
 @dataclass(frozen=True)
@@ -21,7 +24,8 @@ class KernelWork:
     Args:
         launches: number of kernels, one after the other.
         flops: operations in matrix products.
-        moved: bytes to and from memory.
+        moved: bytes to and from memory of the kernels that multiply, meanwhile.
+        apart: bytes to and from memory of all other kernels.
         in_float32: whether the products are of float32, whatever the dtype of the call.
         share: share of the chip's rate that the products reach.
     """
@@ -29,20 +33,21 @@ class KernelWork:
     launches: int
     flops: int
     moved: int
+    apart: int = 0
     in_float32: bool = False
-    share: float = FUSED
+    share: float = PRODUCTS
 
     def seconds(self, chip: Chip) -> float:
-        """Return the predicted time: launches, and products or memory, whichever takes longer.
+        """Return the predicted time: launches, products or what they move, and all other bytes.
 
         Raises:
             ValueError: if nothing is published about the chip.
 
         Example:
             >>> from flax_attn.backends.chips import CHIPS
-            >>> work = KernelWork(launches=2, flops=10**12, moved=10**9)
+            >>> work = KernelWork(launches=2, flops=10**12, moved=10**9, apart=10**9)
             >>> f"{work.seconds(CHIPS['h100']):.4f} s"
-            '0.0025 s'
+            '0.0017 s'
         """
         rate = chip.flops_float32 if self.in_float32 else chip.flops
         if rate is None or chip.bandwidth is None:
@@ -50,8 +55,10 @@ class KernelWork:
                 f"predicted times need the published rates of a chip; got one of kind {chip.kind!r}"
                 " without. Ask about a GPU or a TPU"
             )
+        bandwidth = chip.bandwidth * BANDWIDTH
         computed = self.flops / (rate * self.share)
-        return self.launches * chip.launch + max(computed, self.moved / chip.bandwidth)
+        multiplied = max(computed, self.moved / bandwidth)
+        return self.launches * chip.launch + multiplied + self.apart / bandwidth
 
 
 def is_float32(call: Call) -> bool:
@@ -59,12 +66,17 @@ def is_float32(call: Call) -> bool:
     return call.query.dtype.itemsize >= 4
 
 
+def arrays_read(call: Call) -> int:
+    """Return the bytes of query, key and value."""
+    return (call.query.size + call.key.size + call.value.size) * call.query.dtype.itemsize
+
+
 def arrays_moved(call: Call) -> int:
     """Return the bytes of the inputs, read once, and of the output."""
     b, n, t, _ = call.shape
-    read = call.query.size + call.key.size + call.value.size
+    output = b * n * t * call.value.shape[3] * call.query.dtype.itemsize
     bias = 0 if call.bias is None else call.bias.size * call.bias.dtype.itemsize
-    return (read + b * n * t * call.value.shape[3]) * call.query.dtype.itemsize + bias
+    return arrays_read(call) + output + bias
 
 
 def products(call: Call, pairs: int) -> int:
@@ -83,7 +95,10 @@ def pairs_in_band(call: Call) -> int:
     return int(np.broadcast_to(np.maximum(stop - first, 0), (t,)).sum())
 
 
-def fused(call: Call, memory: int, launches: int = 2) -> KernelWork:
-    """Return the work of a kernel that skips what the band hides and holds no scores."""
+def fused(call: Call, share: float, launches: int, apart: int = 0) -> KernelWork:
+    """Return the work of a kernel that skips what the band hides and holds no scores.
+
+    `apart` are the bytes of what prepares its arrays.
+    """
     flops = products(call, pairs_in_band(call))
-    return KernelWork(launches, flops, arrays_moved(call) + memory, is_float32(call))
+    return KernelWork(launches, flops, arrays_moved(call), apart, is_float32(call), share)

@@ -48,6 +48,14 @@ def add(commands: Any) -> None:
         action="store_true",
         help="ask about the attention of well-known models (default: on all platforms)",
     )
+    backends.add_argument(
+        "--times",
+        action="store_true",
+        help=(
+            "with --models: the time that is predicted for each backend (default: on"
+            " A100, H200, B200, v5e and v6e)"
+        ),
+    )
     backends.set_defaults(
         run=_backends, of_one_call={name: backends.get_default(name) for name in _OF_ONE_CALL}
     )
@@ -59,6 +67,8 @@ _OF_ONE_CALL = ("shape", "keys", "kv_heads", "dtype", "no_causal", "window")
 def _backends(options: argparse.Namespace) -> int:
     if options.models:
         return _models(options)
+    if options.times:
+        raise common.UsageError("--times is about the calls of models: give --models with it")
     import jax
     import jax.numpy as jnp
 
@@ -81,7 +91,7 @@ def _backends(options: argparse.Namespace) -> int:
 
 
 def _models(options: argparse.Namespace) -> int:
-    from flax_attn.bench import calls
+    from flax_attn.bench import calls, predicted
 
     # A default cannot be told from the same value given: it changes nothing either.
     given = [
@@ -93,9 +103,11 @@ def _models(options: argparse.Namespace) -> int:
             f"--models asks about calls of its own, and {names} about another: give one of them"
         )
     # No device is asked for: a table tells what the backends take there.
-    for platform in [options.platform] if options.platform else PLATFORMS:
+    everywhere = predicted.CHIPS if options.times else PLATFORMS
+    make = predicted.table if options.times else calls.table
+    for platform in [options.platform] if options.platform else everywhere:
         try:
-            table = calls.table(platform)
+            table = make(platform)
         except ValueError as error:
             raise common.UsageError(str(error)) from None
         common.console(150).print(table)

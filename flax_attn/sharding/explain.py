@@ -13,7 +13,7 @@ from jaxtyping import Array
 
 from attn_spec.other_libraries import ASKS_NOTHING, OF_FUNCTIONS, names_remedies
 from flax_attn.backends.call import Call, Unsupported, as_argument, prepare
-from flax_attn.backends.choose import choose, for_parts, predicted, refusal, runs_on
+from flax_attn.backends.choose import choose, for_parts, in_order, predicted, refusal, runs_on
 from flax_attn.backends.platform import asked_about, machine, platform_of
 from flax_attn.backends.registry import BACKENDS, load
 from flax_attn.functional.dropout import KeyedDropout
@@ -43,6 +43,8 @@ class Explanation:
         seconds: predicted seconds of one forward call, for each backend of an accelerator, whether
             it refuses or not.
         chip: name of the chip that was asked about; None is that of this machine.
+        in_order: first backend in the order of preference that takes the call: what `"auto"` would
+            take if no time was predicted.
     """
 
     backend: str | None
@@ -53,6 +55,7 @@ class Explanation:
     division: Division | None = None
     seconds: dict[str, float] = field(default_factory=dict)
     chip: str | None = None
+    in_order: str | None = None
 
     @property
     def fastest(self) -> str | None:
@@ -256,6 +259,7 @@ def _explain(call: Call, backend: str) -> Explanation:
         memory=memory,
         passed_over=_passed_over(call, chosen, refusals, seconds),
         seconds=seconds,
+        in_order=in_order(call).name,
     )
 
 

@@ -59,6 +59,7 @@ def test_equals_the_reference(run, case, monkeypatch):
 
 PLATFORMS = pytest.mark.parametrize("platform", ["gpu", "tpu"])
 T, S, N = 20, 37, 4
+TOKENS = 83
 DOCUMENTS = np.arange(S) // 9
 BIASED = jax.random.normal(jax.random.key(7), (T,))
 
@@ -173,16 +174,81 @@ def test_refuses_a_gpu_and_a_jax_that_are_too_old(monkeypatch):
 @PLATFORMS
 def test_the_bits_of_a_row_are_those_of_its_query_and_keys_alone(platform, on):
     on(platform)
-    query, key, value = draw(16, S, N, 8), draw(16, S, 2, 8, seed=1), draw(16, S, 2, 8, seed=2)
+    # Three parts of keys, the last cut off in its second tile.
+    query, key, value = (draw(16, TOKENS, n, 8, seed=n) for n in (N, 2, 1))
+    value = jnp.repeat(value, 2, axis=2)
+    slopes = jnp.linspace(0.1, 1, N)
+    sinks = draw(N, seed=3)
 
     def attend(rows, first, stop):
+        # A cache holds later tokens, too, which nobody sees.
         mask = Mask.causal(first) & Mask.lengths(key=stop)
-        arrays = query[:rows, first:stop], key[:rows], value[:rows]
-        return jax.jit(partial(dot_product_attention, mask=mask, backend="fused"))(*arrays)
+        positions = first + jnp.arange(stop - first)
+        distance = abs(positions[:, None] - jnp.arange(TOKENS)[None]).astype(jnp.float32)
+        bias = -slopes[:, None, None] * distance[None]
+        arrays = query[:rows, first:stop], key[:rows], value[:rows], bias
+        options = {"mask": mask, "sinks": sinks, "backend": "fused"}
+        return jax.jit(partial(dot_product_attention, **options))(*arrays)
 
-    whole = attend(16, 0, S)
-    np.testing.assert_array_equal(attend(1, 0, S), whole[:1])
-    for chunk in (1, 19):
-        parts = [attend(2, i, min(i + chunk, S)) for i in range(0, S, chunk)][-2:]
-        found = jnp.concatenate(parts, axis=1)
-        np.testing.assert_array_equal(found, whole[:2, -found.shape[1] :])
+    whole = attend(16, 0, TOKENS)
+    for rows in (1, 5):
+        np.testing.assert_array_equal(attend(rows, 0, TOKENS), whole[:rows])
+    for chunk in (1, 7, 19, 64):
+        for first in ((TOKENS - 1) // chunk * chunk, TOKENS // chunk // 2 * chunk):
+            stop = min(first + chunk, TOKENS)
+            np.testing.assert_array_equal(attend(2, first, stop), whole[:2, first:stop])
+
+
+@PLATFORMS
+def test_softmaxes_over_parts_of_the_keys_fold_into_that_over_all(platform, on):
+    on(platform)
+    query, key, value = draw(2, T, N, 8), draw(2, S, 2, 8, seed=1), draw(2, S, 2, 8, seed=2)
+    cotangent, cut = draw(2, T, N, 8, seed=3), 21
+
+    def call(part):
+        mask = Mask.causal(S - T - part.start)
+        return prepare(query, key[:, part], value[:, part], mask=mask, platform=platform)
+
+    parts, whole = [call(slice(0, cut)), call(slice(cut, S))], call(slice(0, S))
+    backend = fused.BACKEND
+    done = backend.forward(parts[0]).fold(backend.forward(parts[1]))
+    found, expected = [], backend.forward(whole)
+    for part in parts:
+        found.append(backend.backward(part, done, cotangent))
+    gradients = backend.backward(whole, expected, cotangent)
+    ours = {
+        "output": done.output,
+        "query": found[0].query + found[1].query,
+        "key": jnp.concatenate([found[0].key, found[1].key], axis=1),
+        "value": jnp.concatenate([found[0].value, found[1].value], axis=1),
+    }
+    theirs = {"output": expected.output} | {x: getattr(gradients, x) for x in list(ours)[1:]}
+    errors = tolerance.reordered(
+        {name: np.asarray(x) for name, x in ours.items()},
+        {name: np.asarray(x) for name, x in theirs.items()},
+    )
+    assert max(errors.values()) <= 1, errors
+
+
+def test_the_output_of_a_part_of_the_keys_is_not_rounded():
+    x = draw(1, T, N, 8).astype(jnp.bfloat16)
+    call = prepare(x, x, x, platform="gpu")
+    assert fused.BACKEND.forward(call).output.dtype == jnp.float32
+    assert fused.BACKEND.attend(call).dtype == jnp.bfloat16
+
+
+@PLATFORMS
+@pytest.mark.parametrize("s", [S, TOKENS])
+def test_scores_near_the_largest_number(platform, s, on):
+    on(platform)
+    size = 1.7e19  # whose square, times 1, is near the largest of float32
+    query = jnp.sign(draw(1, T, N, 1)) * size
+    key = jnp.sign(draw(1, s, 2, 1, seed=1)) * jnp.linspace(0.5, 1, s)[None, :, None, None] * size
+    value = draw(1, s, 2, 1, seed=2)
+    options = {"scale": 1.0, "mask": Mask.causal(s - T)}
+    arrays = query, key, value
+    found, expected = (
+        dot_product_attention(*arrays, backend=name, **options) for name in ("fused", "reference")
+    )
+    assert float(jnp.abs(query[0, 0, 0, 0] * key).max()) > 2.8e38
+    np.testing.assert_allclose(found, expected, rtol=1e-6)

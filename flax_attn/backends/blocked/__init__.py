@@ -33,12 +33,7 @@ from flax_attn.backends.blocked.batched import (
     batched_work,
     forward_batched,
 )
-from flax_attn.backends.blocked.heads import (
-    attend_heads,
-    backward_heads,
-    forward_heads,
-    heads_at_once,
-)
+from flax_attn.backends.blocked.heads import attend_heads, backward_heads, forward_heads
 from flax_attn.backends.blocked.tiling import Tiling, make_tiling
 from flax_attn.backends.call import ARRAY_SCALE, Call, Floats
 from flax_attn.backends.softmax import Softmax
@@ -106,7 +101,7 @@ class Blocked(Backend):
         head = tokens * (call.query.shape[3] + call.value.shape[3])
         own = 3 * tiling.block * widest + head
         itemsize = accumulation_dtype(call.query.dtype).itemsize
-        return itemsize * (heads_at_once(call) * own + 2 * b * n * t)
+        return itemsize * (own + 2 * b * n * t)
 
     def work(self, call: Call) -> KernelWork:
         """Return the work of the tiles of all heads."""

@@ -1,4 +1,4 @@
-"""The heads of a call, one by one or all of a batch row at once, with their own backward pass."""
+"""The heads of a call, one by one, with their own backward pass: on CPUs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxtyping import Array
 
 from flax_attn.backends.blocked.passes import backward, forward
 from flax_attn.backends.blocked.slices import add, put, take
-from flax_attn.backends.blocked.tiles import Head, operand_dtype
+from flax_attn.backends.blocked.tiles import Head
 from flax_attn.backends.blocked.tiling import Tiling
 from flax_attn.backends.call import Call, Floats
 from flax_attn.backends.nonfinite import headroom, row_factor
@@ -121,17 +121,9 @@ def backward_heads(tiling: Tiling, call: Call, saved: Softmax, cotangent: Array)
     return sums._replace(bias=_unpadded_bias(tiling, sums.bias, call.bias))
 
 
-def heads_at_once(call: Call) -> int:
-    """Return how many heads to compute at once.
-
-    1 on CPU, where a batched product is slow; elsewhere all heads of a batch row, for many cores.
-    """
-    return 1 if call.platform == "cpu" else call.shape[1]
-
-
 def _for_products(call: Call) -> Call:
     # Once, and not in the loop over heads, which reads a key/value head once a query head.
-    dtype = operand_dtype(call)
+    dtype = accumulation_dtype(call.query.dtype)
     query, key, value = (x.astype(dtype) for x in (call.query, call.key, call.value))
     return replace(call, query=query, key=key, value=value)
 
@@ -139,18 +131,15 @@ def _for_products(call: Call) -> Call:
 def _over_heads(call: Call, one: Callable, store: Callable, sums: Totals) -> Totals:
     """Return `sums` after `store(sums, b, n, one(b, n))` for every head."""
     b, n, *_ = call.shape
-    width = heads_at_once(call)
 
     def step(i: Array, sums: Totals) -> Totals:
+        # One by one, since a batched product is slow on CPU.
         i = jnp.asarray(i, jnp.int32)
-        row, first = i * width // n, i * width % n
-        if width == 1:
-            found = jax.tree.map(lambda x: x[None], one(row, first))
-            return store(sums, row, first, found)
-        heads = first + jnp.arange(width, dtype=jnp.int32)
-        return store(sums, row, first, jax.vmap(one, (None, 0))(row, heads))
+        row, head = i // n, i % n
+        found = jax.tree.map(lambda x: x[None], one(row, head))
+        return store(sums, row, head, found)
 
-    return lax.fori_loop(0, b * n // width, step, sums)
+    return lax.fori_loop(0, b * n, step, sums)
 
 
 def _head(tiling: Tiling, call: Call, bias: Array | None, b: Array, n: Array) -> Head:
@@ -165,7 +154,7 @@ def _head(tiling: Tiling, call: Call, bias: Array | None, b: Array, n: Array) ->
     return Head(
         call=call,
         tiling=tiling,
-        query=jnp.pad(query.astype(operand_dtype(call)), rows),
+        query=jnp.pad(query, rows),
         key=jnp.pad(key, cols),
         value=jnp.pad(value, cols),
         bias=bias,
@@ -198,9 +187,7 @@ def _put_group(array: Array, part: Array, b: Array, n: Array, group: int) -> Arr
     if group == 1:
         return put(array, _tokens_first(part), (b, 0, n, 0))
     # Query heads of one group share a key/value head.
-    together = min(group, part.shape[0])
-    shared = part.reshape(-1, together, *part.shape[1:]).sum(axis=1)
-    return add(array, _tokens_first(shared), (b, 0, n // group, 0))
+    return add(array, _tokens_first(part), (b, 0, n // group, 0))
 
 
 def _add_sinks(array: Array | None, part: Array | None, n: Array) -> Array | None:
@@ -211,8 +198,6 @@ def _add_bias(array: Array | None, part: Array | None, b: Array, n: Array) -> Ar
     if array is None or part is None:
         return None
     rows, heads, *_ = array.shape
-    if heads == 1:
-        part = part.sum(axis=0, keepdims=True)
     # An axis of one serves every index.
     at = 0 if rows == 1 else b, 0 if heads == 1 else n, 0, 0
     return add(array, part[None], at)

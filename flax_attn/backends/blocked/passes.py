@@ -17,7 +17,6 @@ from flax_attn.backends.blocked.tiles import (
     dropout_factors,
     edges,
     keys,
-    operand_dtype,
     over_chunks,
     padded_start,
     scores,
@@ -190,7 +189,7 @@ def _prepare(head: Head, saved: Softmax, cotangent: Array) -> tuple[_Rows, Array
     cotangent = cotangent.astype(head.sums) * share
     delta = (saved.output * cotangent).sum(axis=-1, keepdims=True)
     pad = ((0, head.query.shape[0] - head.tiling.t), (0, 0))
-    padded = jnp.pad(cotangent.astype(operand_dtype(head.call)), pad)
+    padded = jnp.pad(cotangent, pad)
     # Padded rows see nothing, whatever a function of scores says.
     top = jnp.pad(saved.top, pad, constant_values=jnp.inf)
     return _Rows(head.query, padded, jnp.pad(delta, pad), top, head.query.T, padded.T), delta

@@ -38,6 +38,7 @@ class Division:
         spans: tiles of each part, in the order of the queries.
         head_parts: number of parts of one batch row.
         parts: number of parts.
+        unrolled: whether tiles stand one after the other in the program, and not in loops.
     """
 
     batch: int
@@ -45,6 +46,7 @@ class Division:
     spans: tuple[Span, ...]
     head_parts: int
     parts: int
+    unrolled: bool = False
 
     @property
     def largest(self) -> int:
@@ -64,9 +66,13 @@ def divided(call: Call, most: int, unrolled: int) -> Division:
     least = min(t, UNIT) * s * (n // k)
     heads = _divisor(k, most // least)
     batch = _divisor(known, most // (least * k)) if heads == k else 1
-    spans = tuple(_spans(call, most // (batch * heads * (n // k)), unrolled))
+    fits = most // (batch * heads * (n // k))
     parts = known // batch * (k // heads)
-    return Division(batch if isinstance(b, int) else b, heads, spans, k // heads, parts)
+    spans = list(_greedy(_SeenKeys.of(call), 0, t, fits))
+    few = len(spans) * parts <= unrolled
+    spans = _joined(spans) if few else tuple(_in_groups(call, fits))
+    batch = batch if isinstance(b, int) else b
+    return Division(batch, heads, spans, k // heads, parts, unrolled=few)
 
 
 def _divisor(size: int, most: int) -> int:
@@ -74,26 +80,38 @@ def _divisor(size: int, most: int) -> int:
     return next(x for x in range(size, 0, -1) if size % x == 0 and x <= max(most, 1))
 
 
-def _spans(call: Call, most: int, unrolled: int) -> Iterator[Span]:
+def _in_groups(call: Call, most: int) -> Iterator[Span]:
     _, _, t, _ = call.shape
     keys = _SeenKeys.of(call)
-    spans = list(_greedy(keys, 0, t, most, -(-t // _SHARES)))
-    if len(spans) <= unrolled:
-        yield from spans
-        return
     group = _round_up(-(-t // _GROUPS), UNIT)
     for first in range(0, t, group):
         yield from _equal(keys, first, min(first + group, t), most)
 
 
-def _greedy(keys: _SeenKeys, first: int, stop: int, most: int, share: int) -> Iterator[Span]:
+def _greedy(keys: _SeenKeys, first: int, stop: int, most: int) -> Iterator[Span]:
+    # Small tiles compute less in vain along the edge of a mask; too small ones cost launches.
+    share = _round_up(-(-stop // _SHARES), UNIT)
     while first < stop:
-        large = _fitting(keys, first, stop, most)
-        # Small tiles compute less in vain along the edge of a mask; too small ones cost launches.
-        small = max(_fitting(keys, first, stop, most // 4), _round_up(share, UNIT))
-        rows = min(large, small, stop - first)
+        rows = min(share, stop - first)
+        rows = min(rows, _rows(keys.width(first, first + rows), most))
+        width = keys.width(first, first + rows)
+        largest = min(_rows(width, most), stop - first)
+        while rows + UNIT <= largest and keys.width(first, first + rows + UNIT) == width:
+            rows += UNIT
         yield _span(keys, first, rows, 1)
         first += rows
+
+
+def _joined(spans: list[Span]) -> tuple[Span, ...]:
+    # Tiles of equal sizes over the same keys as one span.
+    found: list[Span] = []
+    for span in spans:
+        last = found[-1] if found else None
+        if last is not None and span[1:] == (last.rows, 1, last.col, last.cols):
+            found[-1] = last._replace(count=last.count + 1)
+        else:
+            found.append(span)
+    return tuple(found)
 
 
 def _equal(keys: _SeenKeys, first: int, stop: int, most: int) -> Iterator[Span]:
@@ -112,21 +130,14 @@ def _span(keys: _SeenKeys, row: int, rows: int, count: int) -> Span:
     return Span(row, rows, count, col, end - col)
 
 
-def _fitting(keys: _SeenKeys, first: int, stop: int, most: int) -> int:
-    # How many queries from `first` on see so few keys that their scores fit.
-    rows = _rows(keys.s, most)
-    while first + rows < stop:
-        col, end = keys.range(first, first + rows + UNIT)
-        if (rows + UNIT) * (end - col) > most:
-            break
-        rows += UNIT
-    return rows
-
-
 def _rows(cols: int, most: int) -> int:
-    # Multiples of a unit, or few queries over very many keys.
-    fits = most // max(cols, 1)
-    return fits - fits % UNIT if fits >= UNIT else max(fits - fits % 8, 8)
+    # Multiples of half a unit, or few queries over very many keys.
+    fits, half = most // max(cols, 1), UNIT // 2
+    return fits - fits % half if fits >= half else max(fits - fits % 8, 8)
+
+
+def _power_of_two(size: int, unit: int) -> int:
+    return unit * 2 ** max(-(-size // unit) - 1, 0).bit_length()
 
 
 def _round_up(size: int, unit: int) -> int:
@@ -157,4 +168,12 @@ class _SeenKeys(NamedTuple):
         start = max(min(start, self.s - 1), 0)
         start -= start % UNIT
         end = max(end, start + 1)
-        return start, min(_round_up(end, UNIT), self.s)
+        # XLA computes the softmax of rows of a power of two in one kernel. In a window it would
+        # double what is computed.
+        width = _round_up(end - start, UNIT) if start else _power_of_two(end, UNIT)
+        return start, min(start + width, self.s)
+
+    def width(self, first: int, stop: int) -> int:
+        """Return how many keys these are."""
+        start, end = self.range(first, stop)
+        return end - start

@@ -56,7 +56,11 @@ class Head:
 
     @property
     def sums(self) -> jnp.dtype:
-        """Dtype of sums and of the softmax."""
+        """Dtype of products, of sums and of the softmax.
+
+        Lower dtypes are slow on CPU, and float16 overflows where the backward pass divides by the
+        sum of a long row.
+        """
         return accumulation_dtype(self.call.query.dtype)
 
     @property
@@ -66,17 +70,8 @@ class Head:
 
     def dot(self, a: Array, b: Array) -> Array:
         """Return the matrix product of two matrices."""
-        operand = operand_dtype(self.call)
         options = {"precision": self.call.precision, "preferred_element_type": self.sums}
-        return jnp.matmul(a.astype(operand), b.astype(operand), **options)
-
-
-def operand_dtype(call: Call) -> jnp.dtype:
-    """Return the dtype that matrix products read."""
-    # Lower dtypes are slow on CPU, and float16 overflows where the backward pass divides by the
-    # sum of a long row.
-    low = call.platform != "cpu" and call.query.dtype == jnp.bfloat16
-    return call.query.dtype if low else accumulation_dtype(call.query.dtype)
+        return jnp.matmul(a.astype(self.sums), b.astype(self.sums), **options)
 
 
 class Tile(NamedTuple):

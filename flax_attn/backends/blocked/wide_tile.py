@@ -2,6 +2,9 @@
 
 A number that is not finite turns the scores of the pairs that see it into NaN: no test, and no
 branch for which the host would wait.
+
+Scores are `(b, k, t, g, s)`: XLA multiplies the queries of a group where they lie, and computes the
+softmax of a row in one kernel, with what the mask shows.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from einops import rearrange
+from jax import lax
 from jaxtyping import Array, Bool, Float
 
 from flax_attn.backends.blocked.slices import take
@@ -24,54 +28,83 @@ from flax_attn.functional.nonfinite import finite_tokens, zero_nonfinite
 from flax_attn.functional.shapes import Index
 from flax_attn.functional.traced_score import TracedScore
 
+GroupedScores = Float[Array, "b k t g s"]
+
 
 class Prepared(NamedTuple):
-    """Query, key and value as tiles read them.
+    """The arrays of a call as tiles read them.
 
     Args:
         call: call that they are of.
-        query: query `(b, t, n, h)` of the call; of a tile `(b, n, t, h)`.
+        query: query `(b, t, n, h)` of the call; of a tile `(b, t, k, g, h)`.
         key: key `(b, k, s, h)`, with zeros for tokens that are not finite.
         value: value `(b, k, s, v)`, likewise.
-        query_nan: NaN where a query is not finite, else 0.
-        key_nan: NaN where a key or its value is not finite, else 0.
+        query_nan: NaN where a query is not finite, else 0, `(b, k, t, g, 1)`.
+        key_nan: NaN where a key or its value is not finite, else 0, `(b, k, 1, 1, s)`.
+        rows: indices of the queries, `(t,)`.
+        cols: indices of the keys, `(s,)`.
     """
 
     call: Call
     query: Array
     key: Float[Array, "b k s h"]
     value: Float[Array, "b k s v"]
-    query_nan: Float[Array, "b n t 1"]
-    key_nan: Float[Array, "b n 1 s"]
+    query_nan: Float[Array, "b k t g 1"]
+    key_nan: Float[Array, "b k 1 1 s"]
+    rows: Index
+    cols: Index
 
 
-def prepared(call: Call, room: Array | float = 1) -> Prepared:
-    """Return the arrays of a call as tiles read them, with values multiplied by `room`."""
+def prepared(call: Call) -> Prepared:
+    """Return the arrays of a call as tiles read them."""
     dtype = accumulation_dtype(call.query.dtype)
-    group = call.query.shape[2] // call.key.shape[2]
     query_nan = jnp.where(finite_tokens(call.query), 0, jnp.nan).astype(dtype)
     key_ok = finite_tokens(call.key) & finite_tokens(call.value)
-    key_nan = jnp.repeat(jnp.where(key_ok, 0, jnp.nan).astype(dtype), group, axis=2)
+    key_nan = jnp.where(key_ok, 0, jnp.nan).astype(dtype)
+    _, _, t, s = call.shape
+    # XLA would write to memory what it computes of indices that it knows.
+    indices = jnp.arange(t, dtype=jnp.int32), jnp.arange(s, dtype=jnp.int32)
+    rows, cols = lax.optimization_barrier(indices)
     return Prepared(
         call=call,
         query=call.query,
         key=rearrange(zero_nonfinite(call.key), "b s k h -> b k s h"),
-        value=rearrange(zero_nonfinite(call.value) * room, "b s k v -> b k s v"),
-        query_nan=rearrange(query_nan, "b t n -> b n t 1"),
-        key_nan=rearrange(key_nan, "b s n -> b n 1 s"),
+        value=rearrange(zero_nonfinite(call.value), "b s k v -> b k s v"),
+        query_nan=rearrange(query_nan, "b t (k g) -> b k t g 1", k=call.key.shape[2]),
+        key_nan=rearrange(key_nan, "b s k -> b k 1 1 s"),
+        rows=rows,
+        cols=cols,
     )
 
 
 class Rows(NamedTuple):
-    """What the backward pass reads of queries, `(b, n, t, _)`; `share` is one over their sum.
+    """What the backward pass reads of queries.
 
-    The cotangent of a whole call is `(b, t, n, v)`.
+    Args:
+        cotangent: gradient of the output, `(b, t, n, v)`; of a tile `(b, t, k, g, v)`.
+        delta: sum of the output times its gradient, `(b, k, t, g, 1)`.
+        top: maximum of the softmax over all keys, likewise; None where a tile has all of them.
+        share: one over its sum, or None.
     """
 
     cotangent: Array
-    top: Array
-    share: Array
     delta: Array
+    top: Array | None = None
+    share: Array | None = None
+
+
+class TileSoftmax(NamedTuple):
+    """The softmax of a tile that holds all keys of its queries.
+
+    Args:
+        weights: weights `(b, k, t, g, s)`.
+        top: maximum `(b, k, t, g, 1)`.
+        total: sum, likewise.
+    """
+
+    weights: GroupedScores
+    top: Array
+    total: Array
 
 
 @dataclass(frozen=True)
@@ -98,22 +131,25 @@ class WideTile:
         b = part // division.head_parts * division.batch
         k = part % division.head_parts * division.heads
         row = span.row + i * span.rows
-        first = b, k * group, row, span.col
-        rows, heads = (division.batch, division.heads * group), (division.batch, division.heads)
-        query_nan = take(arrays.query_nan, (*first[:3], 0), (*rows, span.rows, 1))
-        key_nan = take(arrays.key_nan, (*first[:2], 0, span.col), (*rows, 1, span.cols))
+        heads = division.batch, division.heads
 
         def keys(x: Array) -> Array:
             return take(x, (b, k, span.col, 0), (*heads, span.cols, x.shape[3]))
 
-        query = take(
-            arrays.query,
-            (b, row, k * group, 0),
-            (rows[0], span.rows, rows[1], arrays.query.shape[3]),
+        width = arrays.query.shape[3]
+        shape = division.batch, span.rows, division.heads * group, width
+        query = take(arrays.query, (b, row, k * group, 0), shape)
+        own = Prepared(
+            call=call,
+            query=rearrange(query, "b t (k g) h -> b t k g h", g=group),
+            key=keys(arrays.key),
+            value=keys(arrays.value),
+            query_nan=take(arrays.query_nan, (b, k, row, 0, 0), (*heads, span.rows, group, 1)),
+            key_nan=take(arrays.key_nan, (b, k, 0, 0, span.col), (*heads, 1, 1, span.cols)),
+            rows=take(arrays.rows, (row,), (span.rows,)),
+            cols=take(arrays.cols, (span.col,), (span.cols,)),
         )
-        query = rearrange(query, "b t n h -> b n t h")
-        own = Prepared(call, query, keys(arrays.key), keys(arrays.value), query_nan, key_nan)
-        return WideTile(own, first, group)
+        return WideTile(own, (b, k * group, row, span.col), group)
 
     @property
     def call(self) -> Call:
@@ -123,28 +159,31 @@ class WideTile:
     @property
     def shape(self) -> tuple[int, ...]:
         """The sizes `(b, n, t, s)` of its scores."""
-        return *self.arrays.query.shape[:3], self.arrays.key.shape[2]
+        b, t, k, g, _ = self.arrays.query.shape
+        return b, k * g, t, self.arrays.key.shape[2]
 
-    @property
-    def indices(self) -> tuple[Index, ...]:
-        """The indices `(b, n, t, s)` of its scores."""
-        return tuple(
-            first + jnp.arange(size, dtype=jnp.int32)
-            for first, size in zip(self.first, self.shape, strict=True)
-        )
-
-    def clean_query(self) -> Array:
+    def clean_query(self) -> Float[Array, "b t k g h"]:
         """Return the queries with zeros for those that are not finite."""
-        return jnp.where(self.arrays.query_nan == 0, self.arrays.query, 0)
+        finite = rearrange(self.arrays.query_nan == 0, "b k t g 1 -> b t k g 1")
+        return jnp.where(finite, self.arrays.query, 0)
 
     def rows(self, all_rows: Rows) -> Rows:
         """Return the rows of its queries."""
         b, n, row, _ = self.first
         rows, heads, t, _ = self.shape
-        width = all_rows.cotangent.shape[3]
-        cotangent = take(all_rows.cotangent, self.query_start, (rows, t, heads, width))
-        top, share, delta = (take(x, (b, n, row, 0), (rows, heads, t, 1)) for x in all_rows[1:])
-        return Rows(rearrange(cotangent, "b t n v -> b n t v"), top, share, delta)
+        shape = rows, t, heads, all_rows.cotangent.shape[3]
+        cotangent = take(all_rows.cotangent, self.query_start, shape)
+
+        def own(x: Array | None) -> Array | None:
+            at = b, n // self.group, row, 0, 0
+            return None if x is None else take(x, at, (rows, heads // self.group, t, self.group, 1))
+
+        return Rows(
+            cotangent=rearrange(cotangent, "b t (k g) v -> b t k g v", g=self.group),
+            delta=jnp.asarray(own(all_rows.delta)),
+            top=own(all_rows.top),
+            share=own(all_rows.share),
+        )
 
     def take_keys(self, x: Array) -> Array:
         """Return the keys of an array `(b, k, s, _)`."""
@@ -153,7 +192,7 @@ class WideTile:
     def scores(self) -> TileScores:
         """Return the scores, NaN where a number that is seen is not finite."""
         call, arrays = self.call, self.arrays
-        function = None if call.score is None else self._score().apply
+        function = None if call.score is None else self._changed
         dtype = arrays.query_nan.dtype
         return scores(
             products=self.with_keys(arrays.query, arrays.key) * call.scale,
@@ -164,49 +203,68 @@ class WideTile:
             more=arrays.query_nan + arrays.key_nan,
         )
 
+    def softmax(self, masked: GroupedScores) -> TileSoftmax:
+        """Return the softmax of its scores, which are over all keys of its queries."""
+        # Of a row that sees nothing it is a number that can be subtracted from itself.
+        lowest = jnp.finfo(masked.dtype).min.astype(masked.dtype)
+        top = lax.reduce(masked, lowest, lax.max, (4,))[..., None]
+        sinks = self.sinks()
+        top = top if sinks is None else jnp.maximum(top, sinks)
+        exps = jnp.exp(masked - top)
+        total = exps.sum(axis=-1, keepdims=True)
+        total = total if sinks is None else total + jnp.exp(sinks - top)
+        weights = exps / jnp.where(total == 0, 1, total)
+        return TileSoftmax(weights, top, total)
+
     def sinks(self) -> Array | None:
-        """Return the sinks `(1, n, 1, 1)` in the dtype of the scores, or None."""
+        """Return the sinks `(1, k, 1, g, 1)` in the dtype of the scores, or None."""
         if self.call.sinks is None:
             return None
         sinks = take(self.call.sinks, self.first[1:2], self.shape[1:2])
-        return rearrange(sinks.astype(self.arrays.query_nan.dtype), "n -> 1 n 1 1")
+        sinks = sinks.astype(self.arrays.query_nan.dtype)
+        return rearrange(sinks, "(k g) -> 1 k 1 g 1", g=self.group)
 
     def dropout_factors(self) -> Array | None:
         """Return the factors of dropout: 0 or `1 / (1 - rate)`."""
         dropout = self.call.dropout
         if dropout is None:
             return None
-        indices = []
-        for axis, index in enumerate(self.indices):
-            others = tuple(x for x in range(4) if x != axis)
-            indices.append(jnp.expand_dims(index, others))
-        keep = keep_mask(dropout, *indices)
+        rows, heads, _, _ = self.shape
+        b, n = (
+            first + jnp.arange(size, dtype=jnp.int32)
+            for first, size in zip(self.first[:2], (rows, heads), strict=True)
+        )
+        keep = keep_mask(
+            dropout,
+            rearrange(b, "b -> b 1 1 1 1"),
+            rearrange(n, "(k g) -> 1 k 1 g 1", g=self.group),
+            rearrange(self.arrays.rows, "t -> 1 1 t 1 1"),
+            rearrange(self.arrays.cols, "s -> 1 1 1 1 s"),
+        )
         return jnp.where(keep, 1 / (1 - dropout.rate), 0).astype(self.arrays.query_nan.dtype)
 
     def pull(self, scores: Array, cotangent: Array) -> tuple[Array, tuple[Array, ...]]:
         """Return the gradients of the scores and of the arrays that the function captures."""
-        score = self._score()
-
-        def changed(scores: Array, floats: tuple[Array, ...]) -> Array:
-            return score.with_floats(floats).apply(scores)
-
-        _, gradients = jax.vjp(changed, scores, score.floats)
+        floats = self._score().floats
+        _, gradients = jax.vjp(self._changed, scores, floats)
         return gradients(cotangent)
 
-    def with_keys(self, queries: Array, keys: Array) -> Float[Array, "b n t s"]:
+    def with_keys(self, queries: Float[Array, "b t k g w"], keys: Array) -> GroupedScores:
         """Return the products of each query with each key."""
-        found = self._product("b k g t h, b k s h -> b k g t s", self._grouped(queries), keys)
-        return rearrange(found, "b k g t s -> b (k g) t s")
+        return self._product("b t k g w, b k s w -> b k t g s", queries, keys)
 
-    def of_keys(self, weights: Array, keys: Array) -> Float[Array, "b n t h"]:
+    def of_keys(self, weights: GroupedScores, keys: Array) -> Float[Array, "b t n w"]:
         """Return the sums over the keys."""
-        found = self._product("b k g t s, b k s h -> b k g t h", self._grouped(weights), keys)
-        return rearrange(found, "b k g t h -> b (k g) t h")
+        found = self._product("b k t g s, b k s w -> b t k g w", weights, keys)
+        return rearrange(found, "b t k g w -> b t (k g) w")
 
-    def of_queries(self, weights: Array, queries: Array) -> Float[Array, "b k s h"]:
+    def of_queries(self, weights: GroupedScores, queries: Array) -> Float[Array, "b k s w"]:
         """Return the sums over the queries of the heads that share a key/value head."""
-        weights, queries = self._grouped(weights), self._grouped(queries)
-        return self._product("b k g t s, b k g t h -> b k s h", weights, queries)
+        return self._product("b k t g s, b t k g w -> b k s w", weights, queries)
+
+    def ungrouped(self, x: GroupedScores) -> Float[Array, "b n t s"]:
+        """Return scores as a call has them."""
+        return rearrange(x, "b k t g s -> b (k g) t s")
 
     def start(self, shape: tuple[int, ...]) -> list[Index | int]:
         """Return where it begins in an array `(#b, #n, #t, #s)`; an axis of one serves all."""
@@ -226,14 +284,19 @@ class WideTile:
 
     def _own(self, x: Array) -> Array:
         # The part of an array that broadcasts to all scores.
-        return take(x, self.start(x.shape), tuple(map(min, x.shape, self.shape)))
+        return self._grouped(take(x, self.start(x.shape), tuple(map(min, x.shape, self.shape))))
 
-    def _visible(self) -> Bool[Array, "#b #n #t #s"]:
-        _, _, rows, cols = self.indices
-        visible = self.call.mask.block(rows, cols)
+    def _visible(self) -> Bool[Array, "#b #k #t #g #s"]:
+        visible = self.call.mask.block(self.arrays.rows, self.arrays.cols)
         heads = tuple(map(min, visible.shape[:2], self.shape[:2]))
         at = *self.start((*visible.shape[:2], 1, 1))[:2], 0, 0
-        return take(visible, at, (*heads, *visible.shape[2:]))
+        return self._grouped(take(visible, at, (*heads, *visible.shape[2:])))
+
+    def _changed(self, scores: GroupedScores, floats: tuple[Array, ...] | None = None) -> Array:
+        # What the function of scores makes of them, with other arrays than it captured.
+        score = self._score()
+        score = score if floats is None else score.with_floats(floats)
+        return self._grouped(score.apply(self.ungrouped(scores)))
 
     def _score(self) -> TracedScore:
         score = self.call.score
@@ -259,5 +322,7 @@ class WideTile:
         options = {"precision": self.call.precision, "preferred_element_type": sums}
         return jnp.einsum(axes, a.astype(low), b.astype(low), **options)
 
-    def _grouped(self, x: Array) -> Float[Array, "b k g t w"]:
-        return rearrange(x, "b (k g) t w -> b k g t w", g=self.group)
+    def _grouped(self, x: Array) -> Array:
+        # An array `(#b, #n, #t, #s)`, whose axis of heads may serve all.
+        group = 1 if x.shape[1] == 1 else self.group
+        return rearrange(x, "b (k g) t s -> b k t g s", g=group)

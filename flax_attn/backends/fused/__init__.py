@@ -25,15 +25,19 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from flax_attn.backends import rates
 from flax_attn.backends.backend import Backend
-from flax_attn.backends.call import ARRAY_SCALE, Call
-from flax_attn.backends.fused.attend import Plan, attend
+from flax_attn.backends.call import ARRAY_SCALE, Call, Floats
+from flax_attn.backends.fused import bounds
+from flax_attn.backends.fused.attend import Plan, attend, backward, forward
 from flax_attn.backends.fused.functions import Halves
 from flax_attn.backends.fused.kernel import Tiling
 from flax_attn.backends.fused.operands import KNOWN, flat, score_halves
 from flax_attn.backends.fused.tilings import tilings
 from flax_attn.backends.platform import compute_capability
-from flax_attn.backends.work import FUSED, KernelWork, fused
+from flax_attn.backends.softmax import Softmax
+from flax_attn.backends.work import KernelWork, fused
+from flax_attn.functional.dtypes import accumulation_dtype
 from flax_attn.functional.mask_function import Where
 
 WIDEST = 256
@@ -50,15 +54,12 @@ _INTERPRETED: ContextVar[Interpreted | None] = ContextVar("interpreted", default
 
 
 class Fused(Backend):
-    """Kernels in Pallas.
-
-    Attributes:
-        fewest: number of queries up to which `"auto"` takes another.
-    """
+    """Kernels in Pallas."""
 
     name = "fused"
     dtypes = ("float32", "bfloat16", "float16")
     honours = ("bias", "soft_cap", "sinks", "dropout", "precision", "score", ARRAY_SCALE)
+    in_parts = True
     nonfinite = "in its kernel"
     source = "flax_attn, in Pallas"
     structure = "causal, windows, lengths, prefix, segments, functions: hidden tiles are skipped"
@@ -67,16 +68,12 @@ class Fused(Backend):
         " a key, a precision that is an algorithm"
     )
 
-    fewest = 16
-
     @property
     def platforms(self) -> tuple[str, ...] | None:
         return ("gpu", "tpu") if _INTERPRETED.get() is None else None
 
     def preferred(self, call: Call) -> bool:
-        # A program takes a tile of queries of one head over all keys: with few queries there are
-        # too few programs for the processors of a chip.
-        return call.platform != "cpu" and call.shape[2] > self.fewest
+        return call.platform != "cpu"
 
     def refuse(self, call: Call) -> str | None:
         checks = _refuse_sizes, _refuse_chip, _refuse_numbers, _refuse_mask, _refuse_functions
@@ -88,6 +85,14 @@ class Fused(Backend):
         if 0 in call.shape:
             return jnp.zeros((*call.query.shape[:3], call.value.shape[3]), call.query.dtype)
         return attend(self.plan(call), call)
+
+    def forward(self, call: Call) -> Softmax:
+        """Return the output `(b, t, n, v)`, and the softmax's maxima and sums `(b, n, t, 1)`."""
+        return forward(self.plan(call), call, accumulation_dtype(call.query.dtype))
+
+    def backward(self, call: Call, saved: Softmax, cotangent: Array) -> Floats:
+        """Return the gradients, where `saved` is over these keys and maybe others."""
+        return backward(self.plan(call), call, saved, cotangent)
 
     def memory(self, call: Call) -> int:
         """Return the bytes of the maxima and sums, and on TPU of the arrays with heads first.
@@ -105,11 +110,18 @@ class Fused(Backend):
     def work(self, call: Call) -> KernelWork:
         """Return the work of a kernel, of what finds its tiles, and of copies that it reads.
 
-        The kernel is not measured on a chip yet: it is taken to reach half of the rate of those of
-        cuDNN and JAX, which keep the calls that they take as structure.
+        A program takes whole tiles of queries.
         """
-        launches = 10 if call.platform == "tpu" else 4
-        return replace(fused(call, 2 * self.memory(call), launches), share=FUSED / 2)
+        on_tpu = call.platform == "tpu"
+        copied = 2 * self.memory(call) if on_tpu else 0
+        found = fused(call, rates.pallas(call), launches=10 if on_tpu else 4, apart=copied)
+        _, n, t, _ = call.shape
+        tile = tilings(call)[0].t
+        # A tile of few queries holds all heads that share their keys.
+        group = n // call.key.shape[2]
+        rows = max(t * group if t * group <= tile else t, 1)
+        computed = bounds.tiles(rows, tile) * tile
+        return replace(found, flops=found.flops * computed // rows)
 
     def plan(self, call: Call) -> Plan:
         """Return how a call is computed."""
@@ -121,19 +133,20 @@ class Fused(Backend):
 
 
 @contextmanager
-def interpreted(t: int = 16, s: int = 16) -> Iterator[None]:
+def interpreted(t: int = 16, s: int = 16, part: int = 32) -> Iterator[None]:
     """Run the kernels in Pallas's interpreter, on any platform and slowly: for tests.
 
     Args:
         t: queries of a tile.
         s: keys of a tile.
+        part: keys of a part.
 
     Example:
         >>> with interpreted():
         ...     BACKEND.platforms is None
         True
     """
-    token = _INTERPRETED.set(Interpreted(Tiling(t, s)))
+    token = _INTERPRETED.set(Interpreted(Tiling(t, s, part=part)))
     try:
         yield
     finally:

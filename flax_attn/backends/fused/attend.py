@@ -14,9 +14,15 @@ from einops import rearrange
 from jaxtyping import Array
 
 from flax_attn.backends.call import Call, Floats
+from flax_attn.backends.fused.gradients import (
+    BackwardPass,
+    added_kernel,
+    key_kernel,
+    query_kernel,
+)
 from flax_attn.backends.fused.kernel import Kernel, Tiling
 from flax_attn.backends.fused.operands import score_arrays
-from flax_attn.backends.fused.passes import added_kernel, forward_kernel, key_kernel, query_kernel
+from flax_attn.backends.fused.passes import Pass, forward_kernel, merge_kernel, part_kernel
 from flax_attn.backends.softmax import Softmax
 
 
@@ -38,11 +44,11 @@ class Plan(NamedTuple):
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(plan: Plan, call: Call) -> Array:
-    return forward(plan, call).output
+    return forward(plan, call, call.query.dtype).output
 
 
 def _forward(plan: Plan, call: Call) -> tuple[Array, tuple[Call, Softmax]]:
-    saved = forward(plan, call)
+    saved = forward(plan, call, call.query.dtype)
     return saved.output, (call, saved)
 
 
@@ -57,22 +63,35 @@ _attend.defvjp(_forward, _backward)
 attend = jax.jit(_attend, static_argnums=0, inline=True)
 
 
-def forward(plan: Plan, call: Call) -> Softmax:
-    """Return the output `(b, t, n, v)`, and the softmax's maxima and sums `(b, n, t, 1)`."""
-    form = _form(plan)
-    found = _run(plan, forward_kernel(call, plan.forward, form))
-    return Softmax(form.arrange(found["output"]), found["top"], found["total"])
+def forward(plan: Plan, call: Call, dtype: jnp.dtype) -> Softmax:
+    """Return the output `(b, t, n, v)` in a dtype, and the softmax's maxima and sums."""
+    one = Pass(call, plan.forward, _form(plan))
+    if one.few and one.parts > 1:
+        return _forward_in_parts(plan, one, dtype)
+    found = _run(plan, forward_kernel(one, dtype))
+    return Softmax(one.form.arrange(found["output"]), found["top"], found["total"])
+
+
+def _forward_in_parts(plan: Plan, one: Pass, dtype: jnp.dtype) -> Softmax:
+    parts = _run(plan, part_kernel(one))
+    found = _run(plan, merge_kernel(one, parts, dtype))
+    output = one.form.arrange(found["output"])
+    heads = {"g": one.group}
+    top, total = (
+        rearrange(found[name], "b k (g t) 1 -> b (k g) t 1", **heads) for name in ("top", "total")
+    )
+    return Softmax(rearrange(output, "b (g t) k v -> b t (k g) v", **heads), top, total)
 
 
 def backward(plan: Plan, call: Call, saved: Softmax, cotangent: Array) -> Floats:
     """Return the gradients of a call."""
-    form = _form(plan)
     products = saved.output.astype(jnp.float32) * cotangent.astype(jnp.float32)
     delta = rearrange(products.sum(axis=-1, keepdims=True), "b t n 1 -> b n t 1")
-    given = saved, delta, cotangent, plan.backward, form
-    of_queries = _run(plan, query_kernel(call, *given))
-    of_keys = _run(plan, key_kernel(call, *given))
-    d_bias = None if call.bias is None else _added(plan, call, "bias", given, call.bias)
+    form = _form(plan)
+    one = BackwardPass(call, plan.backward, form, saved, delta, cotangent)
+    of_queries = _run(plan, query_kernel(one))
+    of_keys = _run(plan, key_kernel(one))
+    d_bias = None if call.bias is None else _added(plan, one, "bias", call.bias)
     scale = of_queries["scale"].sum() if "scale" in of_queries else None
     return Floats(
         query=form.arrange(of_queries["query"]),
@@ -81,19 +100,20 @@ def backward(plan: Plan, call: Call, saved: Softmax, cotangent: Array) -> Floats
         bias=d_bias,
         sinks=saved.sinks_gradient(call.sinks, cotangent),
         scale=scale,
-        captured=_captured(plan, call, given),
+        captured=_captured(plan, one),
     )
 
 
-def _added(plan: Plan, call: Call, name: str, given: tuple, like: Array) -> Array:
+def _added(plan: Plan, one: BackwardPass, name: str, like: Array) -> Array:
     # The gradient of an array that was broadcast along the scores.
-    (found,) = _run(plan, added_kernel(call, *given, name=name)).values()
+    (found,) = _run(plan, added_kernel(one, name)).values()
     axes = [axis for axis, size in enumerate(like.shape) if size == 1 and found.shape[axis] > 1]
     return found.sum(axis=tuple(axes), keepdims=True)
 
 
-def _captured(plan: Plan, call: Call, given: tuple) -> tuple[Array, ...]:
+def _captured(plan: Plan, one: BackwardPass) -> tuple[Array, ...]:
     # The gradients of captured arrays, from those of the numbers that follow from them.
+    call = one.call
     if call.score is None or not call.score.floats:
         return ()
     score = call.score
@@ -104,7 +124,7 @@ def _captured(plan: Plan, call: Call, given: tuple) -> tuple[Array, ...]:
         return {name: x for name, x in named.items() if jnp.issubdtype(x.dtype, jnp.inexact)}
 
     arrays, pullback = jax.vjp(learned, score.floats)
-    found = {name: _added(plan, call, name, given, x).astype(x.dtype) for name, x in arrays.items()}
+    found = {name: _added(plan, one, name, x).astype(x.dtype) for name, x in arrays.items()}
     (gradients,) = pullback(found)
     return gradients
 

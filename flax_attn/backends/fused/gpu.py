@@ -62,17 +62,38 @@ def _program(kernel: Kernel, *refs: Any) -> None:
             known = kernel.coordinates(at)
             return kernel.step(lambda name: read(name, known), known, fixed, carry)
         (name, size), *rest = loops.items()
-        first, stop = jnp.int32(0), jnp.int32(size)
-        if not rest and bounds is not None:
-            own = at["b"], at[kernel.outer]
-            first, stop = bounds[(*own, 0)], bounds[(*own, 1)]
+        if rest:
+            first, stop = jnp.int32(0), jnp.int32(size)
+        else:
+            first, stop = _limits(kernel, bounds, at, size)
         return lax.fori_loop(
             first, stop, lambda i, carry: over(dict(rest), {**at, name: i}, carry), carry
         )
 
-    carry = over(kernel.loops, at, kernel.begin())
-    for name, tile in kernel.finish(known, fixed, carry).items():
+    def part(p: Any, done: Any) -> Any:
+        assert kernel.merge is not None
+        return kernel.merge(done, over(kernel.loops, {**at, "p": p}, kernel.begin()))
+
+    if kernel.merges:
+        first, stop = _limits(kernel, bounds, at, kernel.loops["s"])
+        first, stop = first // kernel.tiles_of_part, pl.cdiv(stop, kernel.tiles_of_part)
+        carry = lax.fori_loop(first, stop, part, kernel.begin())
+    else:
+        carry = over(kernel.loops, at, kernel.begin())
+    for name, tile in kernel.finish(lambda name: read(name, known), known, fixed, carry).items():
         _store(results[name], kernel.outputs[name], known, kernel.tiling, tile)
+
+
+def _limits(kernel: Kernel, bounds: Any, at: Coordinates, size: int) -> tuple[Array, Array]:
+    # The first tile of the innermost loop and the one after the last, of a part where one is known.
+    first, stop = jnp.int32(0), jnp.int32(size)
+    if bounds is not None:
+        own = at["b"], at[kernel.outer]
+        first, stop = bounds[(*own, 0)], bounds[(*own, 1)]
+    if "p" not in at or "p" in kernel.loops:
+        return first, stop
+    start = at["p"] * kernel.tiles_of_part
+    return jnp.maximum(first, start), jnp.minimum(stop, start + kernel.tiles_of_part)
 
 
 def width_of(size: int) -> int:

@@ -29,12 +29,15 @@ class Tiling:
         s: keys of a tile.
         warps: groups of 32 threads that compute a tile on a GPU.
         stages: tiles that a GPU has in flight.
+        part: keys of a part, whose sums are added up by themselves: a multiple of `s`. Few queries
+            are divided over the parts.
     """
 
     t: int
     s: int
     warps: int = 4
     stages: int = 2
+    part: int = 1024
 
 
 class Operand(NamedTuple):
@@ -42,8 +45,8 @@ class Operand(NamedTuple):
 
     Args:
         array: array, or its shape and dtype.
-        axes: coordinate of each axis: `b`, `n`, `k`, `t` or `s`; `h` for one that is taken whole,
-            and `1` for one of size 1.
+        axes: coordinate of each axis: `b`, `n`, `k`, `t` or `s`; `np` for parts of the keys of
+            each head; `h` for one that is taken whole, and `1` for one of size 1.
         broadcast: whether a token axis of size 1 serves every token.
     """
 
@@ -105,7 +108,11 @@ class Kernel:
         begin: function to the carry before the first step.
         fixed: function from the inputs to what all steps of a program share.
         step: function from the inputs, the coordinates, what is shared and the carry to the carry.
-        finish: function from the coordinates, what is shared and the carry to the outputs.
+        finish: function from the inputs, the coordinates, what is shared and the carry to the
+            outputs.
+        parts: number of parts of the keys. A program adds up the carry of each, unless the part is
+            one of its coordinates.
+        merge: function from the carries of the keys so far, and of the next part, to that of both.
     """
 
     name: str
@@ -120,7 +127,9 @@ class Kernel:
     begin: Callable[[], Any]
     fixed: Callable[[Read, Coordinates], Any]
     step: Callable[[Read, Coordinates, Any, Any], Any]
-    finish: Callable[[Coordinates, Any, Any], dict[str, Array]]
+    finish: Callable[[Read, Coordinates, Any, Any], dict[str, Array]]
+    parts: int = 1
+    merge: Callable[[Any, Any], Any] | None = None
 
     def coordinates(self, found: Coordinates) -> dict[str, Any]:
         """Return all coordinates, given those of the grid and the loops."""
@@ -129,7 +138,19 @@ class Kernel:
             known["k"] = known["n"] // self.group
         elif "g" in known:
             known["n"] = known["k"] * self.group + known["g"]
+        if "p" in known:
+            known["np"] = known["n"] * self.parts + known["p"]
         return known
+
+    @property
+    def merges(self) -> bool:
+        """Whether a program adds up the carries of several parts."""
+        return self.parts > 1 and self.merge is not None and "p" not in self.grid
+
+    @property
+    def tiles_of_part(self) -> int:
+        """How many tiles of keys a part has."""
+        return self.tiling.part // self.tiling.s
 
     @property
     def programs(self) -> int:

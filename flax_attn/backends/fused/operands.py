@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from numbers import Real
 
 import jax.numpy as jnp
+from einops import rearrange
 from jaxtyping import Array
 
 from flax_attn.backends.call import Call
@@ -61,6 +62,18 @@ def operands(call: Call) -> dict[str, Operand]:
         found |= _dropout(call.dropout, call.shape)
     found |= {f"score {at}": in_memory(x) for at, x in enumerate(score_arrays(call))}
     return {name: along(array) for name, array in found.items()}
+
+
+def packed(x: Array, k: int, group: int) -> Array:
+    """Return an array `(#b, #n, #t, #s)` with the heads of a group as queries, `(#b, k, g t, #s)`.
+
+    One that is the same for all heads and queries stays.
+    """
+    b, n, t, s = x.shape
+    if n == t == 1:
+        return x
+    x = jnp.broadcast_to(x, (b, k * group, t, s))
+    return rearrange(x, "b (k g) t s -> b k (g t) s", k=k)
 
 
 def _mask(call: Call) -> Iterator[tuple[str, Array]]:

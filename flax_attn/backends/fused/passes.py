@@ -1,271 +1,217 @@
-"""The kernels: forward, the gradient of the queries, and those of keys and values."""
+"""The kernels forward: of many queries, and of few with the keys in parts."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from einops import rearrange
 from jaxtyping import Array
 
 from flax_attn.backends import tile
 from flax_attn.backends.call import Call
 from flax_attn.backends.fused import bounds
 from flax_attn.backends.fused.kernel import Coordinates, Kernel, Operand, Read, Tiling, along, rows
-from flax_attn.backends.fused.operands import operands
-from flax_attn.backends.fused.scores import SUMS, Rows, Scores, Tokens, weights, without_beyond
-from flax_attn.backends.softmax import Softmax, Sums
+from flax_attn.backends.fused.operands import operands, packed
+from flax_attn.backends.fused.scores import SUMS, Scores, Tokens, tokens
+from flax_attn.backends.softmax import Sums
+
+# Sums of a part of the keys: an array of a part for each head.
+_OF_PARTS = ("b", "np", "t", "h")
+_COLUMNS_OF_PARTS = ("b", "np", "t", "1")
 
 
-def forward_kernel(call: Call, tiling: Tiling, form: ModuleType) -> Kernel:
-    """Return the kernel that computes the output, and the maxima and sums of its softmax."""
+@dataclass(frozen=True)
+class Pass:
+    """What the kernels of a call share.
+
+    Args:
+        call: call.
+        tiling: sizes of the tiles.
+        form: module that runs the kernels on a kind of chip.
+    """
+
+    call: Call
+    tiling: Tiling
+    form: ModuleType
+
+    @property
+    def group(self) -> int:
+        """Number of query heads that share a key/value head."""
+        return self.call.query.shape[2] // self.call.key.shape[2]
+
+    @property
+    def few(self) -> bool:
+        """Whether one tile holds the queries of all heads that share their keys."""
+        _, _, t, s = self.call.shape
+        return t < s and t * self.group <= self.tiling.t
+
+    @property
+    def parts(self) -> int:
+        """Number of parts of the keys, whose sums are added up one after the other."""
+        return bounds.tiles(self.call.shape[3], self.tiling.part)
+
+    @property
+    def scores(self) -> Scores:
+        """What all tiles compute."""
+        return Scores(self.call, self.tiling, self.call.shape[2])
+
+    @property
+    def inputs(self) -> dict[str, Operand]:
+        """What a kernel reads of the call."""
+        call, form = self.call, self.form
+        tokens = {
+            "query": Operand(form.arrange(call.query), form.QUERY_AXES),
+            "key": Operand(form.arrange(call.key), form.KEY_AXES),
+            "value": Operand(form.arrange(call.value), form.KEY_AXES),
+        }
+        return tokens | operands(call)
+
+    def result(self, like: Any, axes: tuple) -> Operand:
+        """Return an output of the shape and dtype of an array of tokens."""
+        like = jax.ShapeDtypeStruct(like.shape, like.dtype)
+        return Operand(jax.eval_shape(self.form.arrange, like), axes)
+
+
+def forward_kernel(one: Pass, dtype: jnp.dtype) -> Kernel:
+    """Return the kernel that computes the output in a dtype, and the softmax's maxima and sums.
+
+    A program adds up the sums of each part of the keys.
+    """
+    call, tiling = one.call, one.tiling
     b, n, t, s = call.shape
-    scores = Scores(call, tiling)
-    wide = form.width_of(call.value.shape[3])
+    column = rows(jax.ShapeDtypeStruct((b, n, t, 1), SUMS))
+    output = jax.ShapeDtypeStruct((*call.query.shape[:3], call.value.shape[3]), dtype)
+    results = {"output": one.result(output, one.form.QUERY_AXES), "top": column, "total": column}
+    return Kernel(
+        name="attention_forward",
+        tiling=tiling,
+        inputs=one.inputs,
+        outputs=results,
+        grid={"b": b, "n": n, "t": bounds.tiles(t, tiling.t)},
+        loops={"s": bounds.tiles(s, tiling.s)},
+        bounds=bounds.of_queries(call, tiling),
+        outer="t",
+        group=one.group,
+        parts=one.parts,
+        finish=_finished(call),
+        **_sums(one, one.scores),
+    )
 
-    def begin() -> Sums:
-        return tile.over_nothing(tiling.t, wide, SUMS)
 
-    def fixed(read: Read, at: Coordinates) -> tuple[Tokens, Array | None]:
-        sink = read("sinks").astype(SUMS) if call.sinks is not None else None
-        return scores.queries(read("query"), at), sink
+def part_kernel(one: Pass) -> Kernel:
+    """Return the kernel that computes the sums of few queries over each part of the keys.
+
+    The heads of a group are queries of one tile, so that their keys are read once.
+    """
+    call, tiling = one.call, one.tiling
+    b, _, t, s = call.shape
+    k, queries = call.key.shape[2], t * one.group
+    inputs = one.inputs
+    query = rearrange(call.query, "b t (k g) h -> b (g t) k h", k=k)
+    for name, operand in inputs.items():
+        if name not in ("query", "key", "value"):
+            inputs[name] = along(packed(operand.array, k, one.group))
+    inputs["query"] = Operand(one.form.arrange(query), one.form.QUERY_AXES)
+    inputs.pop("sinks", None)  # they are no part
+    wide = one.form.width_of(call.value.shape[3])
+    sums = jax.ShapeDtypeStruct((b, k * one.parts, queries, wide), SUMS)
+    column = Operand(jax.ShapeDtypeStruct((*sums.shape[:3], 1), SUMS), _COLUMNS_OF_PARTS)
+
+    def finish(read: Read, at: Coordinates, fixed: Any, done: Sums) -> dict[str, Array]:
+        return {"output": done.output, "top": done.top, "total": done.total}
+
+    return Kernel(
+        name="attention_part",
+        tiling=tiling,
+        inputs=inputs,
+        outputs={"output": Operand(sums, _OF_PARTS), "top": column, "total": column},
+        grid={"b": b, "n": k, "t": 1, "p": one.parts},
+        loops={"s": bounds.tiles(s, tiling.s)},
+        bounds=bounds.of_queries(call, replace(tiling, t=max(t, 1))),
+        outer="t",
+        group=1,
+        parts=one.parts,
+        finish=finish,
+        **_sums(one, replace(one.scores, count=queries)),
+    )
+
+
+def merge_kernel(one: Pass, found: dict[str, Array], dtype: jnp.dtype) -> Kernel:
+    """Return the kernel that adds up the sums of the parts, in the order of the keys."""
+    call, k = one.call, one.call.key.shape[2]
+    b, _, t, _ = call.shape
+    v, queries = call.value.shape[3], t * one.group
+    inputs = {
+        "part output": Operand(found["output"], _OF_PARTS),
+        "part top": Operand(found["top"], _COLUMNS_OF_PARTS),
+        "part total": Operand(found["total"], _COLUMNS_OF_PARTS),
+    }
+    if call.sinks is not None:
+        sinks = call.sinks[None, :, None, None]
+        sinks = jnp.broadcast_to(sinks, (1, call.shape[1], t, 1))
+        inputs["sinks"] = along(packed(sinks, k, one.group))
+    output = jax.ShapeDtypeStruct((b, queries, k, v), dtype)
+    column = rows(jax.ShapeDtypeStruct((b, k, queries, 1), SUMS))
+    wide = one.form.width_of(v)
 
     def step(read: Read, at: Coordinates, fixed: Any, done: Sums) -> Sums:
-        query, _ = fixed
-        key, value = scores.keys(read("key"), at), scores.keys(read("value"), at)
+        return done & Sums(read("part output"), read("part top"), read("part total"))
+
+    return Kernel(
+        name="attention_merge",
+        tiling=one.tiling,
+        inputs=inputs,
+        outputs={
+            "output": one.result(output, one.form.QUERY_AXES),
+            "top": column,
+            "total": column,
+        },
+        grid={"b": b, "n": k, "t": 1},
+        loops={"p": one.parts},
+        bounds=None,
+        outer="t",
+        group=1,
+        parts=one.parts,
+        begin=lambda: tile.over_nothing(one.tiling.t, wide, SUMS),
+        fixed=lambda read, at: None,
+        step=step,
+        finish=_finished(call),
+    )
+
+
+def _sums(one: Pass, scores: Scores) -> dict[str, Any]:
+    # The functions of a kernel that takes queries over keys.
+    wide = one.form.width_of(one.call.value.shape[3])
+
+    def step(read: Read, at: Coordinates, query: Tokens, done: Sums) -> Sums:
+        key, value = tokens(read("key")), tokens(read("value"))
         nan = jnp.where(key.finite & value.finite, 0, jnp.nan).astype(SUMS)
         products = scores.products(query, key)
         masked = scores.tile(read, at, products, (query.nan, nan)).masked
         return tile.softmax_step(done, masked, value.numbers, scores.dot, scores.factors(read))
 
-    def finish(at: Coordinates, fixed: Any, done: Sums) -> dict[str, Array]:
-        _, sink = fixed
-        if sink is not None:
+    return {
+        "begin": lambda: tile.over_nothing(one.tiling.t, wide, SUMS),
+        "fixed": lambda read, at: tokens(read("query")),
+        "step": step,
+        "merge": Sums.__and__,
+    }
+
+
+def _finished(call: Call) -> Callable[..., dict[str, Array]]:
+    # The function to the output from the sums over all keys.
+    def finish(read: Read, at: Coordinates, fixed: Any, done: Sums) -> dict[str, Array]:
+        if call.sinks is not None:
             # A key that every row sees, with a value of zero.
-            one = jnp.ones((tiling.t, 1), SUMS)
-            done = done & Sums(jnp.zeros_like(done.output), sink * one, one)
+            one = jnp.ones_like(done.total)
+            sink = read("sinks").astype(SUMS) * one
+            done = done & Sums(jnp.zeros_like(done.output), sink, one)
         found = done.divided()
         return {"output": found.output, "top": found.top, "total": found.total}
 
-    column = rows(jax.ShapeDtypeStruct((b, n, t, 1), SUMS))
-    output = jax.ShapeDtypeStruct((*call.query.shape[:3], call.value.shape[3]), call.query.dtype)
-    return Kernel(
-        name="attention_forward",
-        tiling=tiling,
-        inputs=_inputs(call, form),
-        outputs={"output": _result(form, output, form.QUERY_AXES), "top": column, "total": column},
-        grid={"b": b, "n": n, "t": bounds.tiles(t, tiling.t)},
-        loops={"s": bounds.tiles(s, tiling.s)},
-        bounds=bounds.of_queries(call, tiling),
-        outer="t",
-        group=_group(call),
-        begin=begin,
-        fixed=fixed,
-        step=step,
-        finish=finish,
-    )
-
-
-def query_kernel(
-    call: Call, saved: Softmax, delta: Array, cotangent: Array, tiling: Tiling, form: ModuleType
-) -> Kernel:
-    """Return the kernel that computes the gradient of the queries, and of the scale by rows."""
-    b, n, t, s = call.shape
-    scores = Scores(call, tiling)
-    wide = form.width_of(call.query.shape[3])
-
-    def begin() -> tuple[Array, Array]:
-        return jnp.zeros((tiling.t, wide), SUMS), jnp.zeros((tiling.t, 1), SUMS)
-
-    def fixed(read: Read, at: Coordinates) -> tuple[Rows, Any]:
-        scale = call.scale if "scale" not in inputs else read("scale")
-        return _rows(scores, read, at), scale
-
-    def step(read: Read, at: Coordinates, fixed: Any, sums: Any) -> Any:
-        own, _ = fixed
-        key, value = scores.keys(read("key"), at), scores.keys(read("value"), at)
-        found = weights(scores, read, at, own, key, value)
-        d_query, d_scale = sums
-        d_query = d_query + scores.dot(found.d_scores, key.numbers)
-        if "scale" in inputs:
-            d_scale = d_scale + (found.d_scores * found.products).sum(axis=1, keepdims=True)
-        return d_query, d_scale
-
-    def finish(at: Coordinates, fixed: Any, sums: Any) -> dict[str, Array]:
-        (own, scale), (d_query, d_scale) = fixed, sums
-        found = {"query": jnp.where(own.query.finite, d_query * scale, 0)}
-        return found | ({"scale": d_scale} if "scale" in inputs else {})
-
-    inputs = _backward_inputs(call, saved, delta, cotangent, form)
-    outputs = {"query": _result(form, call.query, form.QUERY_AXES)}
-    if "scale" in inputs:
-        outputs["scale"] = rows(jax.ShapeDtypeStruct((b, n, t, 1), SUMS))
-    return Kernel(
-        name="attention_backward_query",
-        tiling=tiling,
-        inputs=inputs,
-        outputs=outputs,
-        grid={"b": b, "n": n, "t": bounds.tiles(t, tiling.t)},
-        loops={"s": bounds.tiles(s, tiling.s)},
-        bounds=bounds.of_queries(call, tiling),
-        outer="t",
-        group=_group(call),
-        begin=begin,
-        fixed=fixed,
-        step=step,
-        finish=finish,
-    )
-
-
-def key_kernel(
-    call: Call, saved: Softmax, delta: Array, cotangent: Array, tiling: Tiling, form: ModuleType
-) -> Kernel:
-    """Return the kernel that computes the gradients of keys and values."""
-    b, _, t, s = call.shape
-    scores = Scores(call, tiling)
-    wide = form.width_of(call.key.shape[3]), form.width_of(call.value.shape[3])
-
-    def begin() -> tuple[Array, ...]:
-        return tuple(jnp.zeros((tiling.s, width), SUMS) for width in wide)
-
-    def fixed(read: Read, at: Coordinates) -> tuple[Tokens, Tokens]:
-        return scores.keys(read("key"), at), scores.keys(read("value"), at)
-
-    def step(read: Read, at: Coordinates, fixed: Any, sums: Any) -> Any:
-        own = _rows(scores, read, at)
-        found = weights(scores, read, at, own, *fixed)
-        d_key, d_value = sums
-        d_scores = scores.scaled(read, found.d_scores)
-        d_key = d_key + scores.dot(d_scores.T, own.query.numbers)
-        return d_key, d_value + scores.dot(found.dropped.T, own.cotangent)
-
-    def finish(at: Coordinates, fixed: Any, sums: Any) -> dict[str, Array]:
-        names = "key", "value"
-        pairs = zip(names, fixed, sums, strict=True)
-        return {name: jnp.where(x.finite, gradient, 0) for name, x, gradient in pairs}
-
-    return Kernel(
-        name="attention_backward_key",
-        tiling=tiling,
-        inputs=_backward_inputs(call, saved, delta, cotangent, form),
-        outputs={
-            "key": _result(form, call.key, form.KEY_AXES),
-            "value": _result(form, call.value, form.KEY_AXES),
-        },
-        grid={"b": b, "k": call.key.shape[2], "s": bounds.tiles(s, tiling.s)},
-        loops={"g": _group(call), "t": bounds.tiles(t, tiling.t)},
-        bounds=bounds.of_keys(call, tiling),
-        outer="s",
-        group=_group(call),
-        begin=begin,
-        fixed=fixed,
-        step=step,
-        finish=finish,
-    )
-
-
-def added_kernel(
-    call: Call,
-    saved: Softmax,
-    delta: Array,
-    cotangent: Array,
-    tiling: Tiling,
-    form: ModuleType,
-    name: str,
-) -> Kernel:
-    """Return the kernel that computes the gradient of an array along the scores, by name.
-
-    It is the bias, or what a function of scores captured. The gradient has the axes of the array
-    that are not 1; where queries or keys are summed over, there is one for each row and head.
-    """
-    b, n, t, s = call.shape
-    scores = Scores(call, tiling)
-    inputs = _backward_inputs(call, saved, delta, cotangent, form)
-    shape = inputs[name].array.shape
-    over = [axis for axis, size in zip("ts", shape[2:], strict=True) if size == 1]
-    by_keys = over == ["t"] and shape[3] > 1
-    counts = {"b": b, "n": n, "t": bounds.tiles(t, tiling.t), "s": bounds.tiles(s, tiling.s)}
-    block = tiling.t, tiling.s
-    if not over:
-        grid = {axis: min(counts[axis], size) for axis, size in zip("bn", shape[:2], strict=True)}
-        grid |= {"t": counts["t"], "s": counts["s"]}
-        loops = {
-            axis: counts[axis] for axis, size in zip("bn", shape[:2], strict=True) if size == 1
-        }
-        output = along(jax.ShapeDtypeStruct(shape, SUMS))
-    elif by_keys:
-        grid, loops, block = {"b": b, "n": n, "s": counts["s"]}, {"t": counts["t"]}, (1, tiling.s)
-        output = Operand(jax.ShapeDtypeStruct((b, n, 1, s), SUMS), ("b", "n", "1", "s"))
-    else:
-        grid, loops, block = {"b": b, "n": n, "t": counts["t"]}, {"s": counts["s"]}, (tiling.t, 1)
-        output = rows(jax.ShapeDtypeStruct((b, n, t, 1), SUMS))
-    limits = bounds.of_keys if by_keys else bounds.of_queries
-
-    def begin() -> Array:
-        return jnp.zeros(block, SUMS)
-
-    def step(read: Read, at: Coordinates, fixed: Any, sums: Array) -> Array:
-        own = _rows(scores, read, at)
-        key, value = scores.keys(read("key"), at), scores.keys(read("value"), at)
-        if name != "bias":
-            captured = name, jnp.broadcast_to(read(name), block)
-            found = weights(scores, read, at, own, key, value, captured)
-            return sums + jnp.asarray(found.captured)
-        d_scores = weights(scores, read, at, own, key, value).d_scores
-        axes = tuple(axis for axis, size in enumerate(block) if size == 1)
-        return sums + (d_scores.sum(axis=axes, keepdims=True) if axes else d_scores)
-
-    return Kernel(
-        name="attention_backward_added",
-        tiling=tiling,
-        inputs=inputs,
-        outputs={name: output},
-        grid=grid,
-        loops=loops or {"once": 1},
-        bounds=limits(call, tiling) if over else None,
-        outer="s" if by_keys else "t",
-        group=_group(call),
-        begin=begin,
-        fixed=lambda read, at: None,
-        step=step,
-        finish=lambda at, fixed, sums: {name: sums},
-    )
-
-
-def _group(call: Call) -> int:
-    return call.query.shape[2] // call.key.shape[2]
-
-
-def _inputs(call: Call, form: ModuleType) -> dict[str, Operand]:
-    return {
-        "query": Operand(form.arrange(call.query), form.QUERY_AXES),
-        "key": Operand(form.arrange(call.key), form.KEY_AXES),
-        "value": Operand(form.arrange(call.value), form.KEY_AXES),
-        **operands(call),
-    }
-
-
-def _backward_inputs(
-    call: Call, saved: Softmax, delta: Array, cotangent: Array, form: ModuleType
-) -> dict[str, Operand]:
-    found = _inputs(call, form)
-    found.pop("sinks", None)  # they are in the sum
-    return found | {
-        "cotangent": Operand(form.arrange(cotangent), form.QUERY_AXES),
-        "top": rows(saved.top),
-        "total": rows(saved.total),
-        "delta": rows(delta),
-    }
-
-
-def _result(form: ModuleType, like: Any, axes: tuple) -> Operand:
-    shape = jax.eval_shape(form.arrange, jax.ShapeDtypeStruct(like.shape, like.dtype))
-    return Operand(shape, axes)
-
-
-def _rows(scores: Scores, read: Read, at: Coordinates) -> Rows:
-    first = at["t"] * scores.tiling.t
-    cotangent = without_beyond(read("cotangent"), first, scores.call.shape[2])
-    columns = (read(name) for name in ("top", "total", "delta"))
-    return Rows(scores.queries(read("query"), at), cotangent, *columns)
+    return finish

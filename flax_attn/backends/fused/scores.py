@@ -30,7 +30,8 @@ class Tokens(NamedTuple):
     """Queries, keys or values of a tile, without what is not finite.
 
     Args:
-        numbers: numbers, with zeros for tokens that are not finite or lie beyond the last.
+        numbers: numbers, with zeros for tokens that are not finite. Beyond the last token of the
+            call any finite numbers may stand: no row sees them.
         finite: which tokens are finite, `(tokens, 1)`.
     """
 
@@ -43,9 +44,8 @@ class Tokens(NamedTuple):
         return jnp.where(self.finite, 0, jnp.nan).astype(SUMS)
 
 
-def tokens(x: Array, first: Any, count: int) -> Tokens:
-    """Return the tokens of a tile that begins at `first`, of `count` in the call."""
-    x = without_beyond(x, first, count)
+def tokens(x: Array) -> Tokens:
+    """Return the tokens of a tile."""
     # 0 * x is 0 or NaN.
     finite = (x.astype(SUMS) * 0).sum(axis=1, keepdims=True) == 0
     return Tokens(_select(finite, x), finite)
@@ -53,10 +53,7 @@ def tokens(x: Array, first: Any, count: int) -> Tokens:
 
 def without_beyond(x: Array, first: Any, count: int) -> Array:
     """Return a tile with zeros for tokens beyond the last, where anything may stand."""
-    rows = x.shape[0]
-    if count % rows == 0:
-        return x
-    index = first + lax.broadcasted_iota(jnp.int32, (rows, 1), 0)
+    index = first + lax.broadcasted_iota(jnp.int32, (x.shape[0], 1), 0)
     return _select(index < count, x)
 
 
@@ -71,18 +68,12 @@ class Scores:
     Args:
         call: call, whose arrays the kernel reads through operands.
         tiling: sizes of the tiles.
+        count: number of queries of a head.
     """
 
     call: Call
     tiling: Tiling
-
-    def queries(self, x: Array, at: Coordinates) -> Tokens:
-        """Return a tile of queries, or of what has a row for each."""
-        return tokens(x, at["t"] * self.tiling.t, self.call.shape[2])
-
-    def keys(self, x: Array, at: Coordinates) -> Tokens:
-        """Return a tile of keys or values."""
-        return tokens(x, at["s"] * self.tiling.s, self.call.shape[3])
+    count: int
 
     def dot(self, a: Array, b: Array) -> Array:
         """Return `a @ b`, of which b has the dtype that products read."""
@@ -139,9 +130,9 @@ class Scores:
         t, s = self.tiling.t, self.tiling.s
         cols = at["s"] * s + lax.broadcasted_iota(jnp.int32, (1, s), 1)
         seen = (cols >= read("start")) & (cols < read("stop"))
-        if self.call.shape[2] % t:
-            rows = at["t"] * t + lax.broadcasted_iota(jnp.int32, (t, 1), 0)
-            seen = seen & (rows < self.call.shape[2])
+        # Also where all are inside: the same arithmetic gives the same bits.
+        rows = at["t"] * t + lax.broadcasted_iota(jnp.int32, (t, 1), 0)
+        seen = seen & (rows < self.count)
         for number, part in enumerate(apart(self.call.mask)):
             seen = seen & _shown(part, number, read)
         return jnp.broadcast_to(seen, (t, s))

@@ -73,8 +73,10 @@ def row_of(call: Call) -> TileRow:
     itemsize = call.query.dtype.itemsize
     width = max(call.query.shape[3], call.value.shape[3])
     capability = compute_capability() if call.platform == "gpu" else 0.0
-    own = (row for row in TABLE if row.platform == call.platform and row.capability <= capability)
-    return next(row for row in own if itemsize <= row.itemsize and width <= row.width)
+    own = [row for row in TABLE if row.platform == call.platform and row.capability <= capability]
+    fitting = (row for row in own if itemsize <= row.itemsize and width <= row.width)
+    # Of a call that is refused the time is predicted, too.
+    return next(fitting, own[-1])
 
 
 def tilings(call: Call) -> tuple[Tiling, Tiling]:

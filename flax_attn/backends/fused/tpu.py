@@ -32,7 +32,7 @@ def run(kernel: Kernel, interpret: bool) -> dict[str, Array]:
     """Return the outputs of a kernel."""
     spec = partial(_spec, kernel)
     parallel = (pltpu.PARALLEL,) * len(kernel.grid) + (pltpu.ARBITRARY,) * len(kernel.loops)
-    carry = jax.eval_shape(lambda: jax.tree.leaves(kernel.begin()))
+    carry = jax.eval_shape(lambda: jax.tree.leaves(_begin(kernel)))
     prefetched = [] if kernel.bounds is None else [kernel.bounds]
     grid = pltpu.PrefetchScalarGridSpec(
         num_scalar_prefetch=len(prefetched),
@@ -104,9 +104,19 @@ def _coordinates(kernel: Kernel, ids: tuple, bounds: Any) -> tuple[dict, Any]:
     name = list(kernel.loops)[-1]
     own = at["b"], at[kernel.outer]
     first, stop = bounds[(*own, 0)], bounds[(*own, 1)]
+    if "p" in kernel.grid:
+        start = at["p"] * kernel.tiles_of_part
+        first = jnp.maximum(first, start)
+        stop = jnp.minimum(stop, start + kernel.tiles_of_part)
     index = first + at[name]
     at[name] = jnp.maximum(jnp.minimum(index, stop - 1), 0)
     return kernel.coordinates(at), index < stop
+
+
+def _begin(kernel: Kernel) -> tuple[Any, ...]:
+    # What is added up; where there are several parts, before it those that are done.
+    begin = kernel.begin()
+    return (begin, begin) if kernel.merges else (begin,)
 
 
 def _program(kernel: Kernel, *refs: Any) -> None:
@@ -119,7 +129,7 @@ def _program(kernel: Kernel, *refs: Any) -> None:
     ids = tuple(pl.program_id(axis) for axis in range(count))
     steps = ids[len(kernel.grid) :]
     at, active = _coordinates(kernel, ids, bounds)
-    structure = jax.tree.structure(kernel.begin())
+    structure = jax.tree.structure(_begin(kernel))
 
     def read(name: str) -> Array:
         tile = inputs[name][...]
@@ -134,21 +144,34 @@ def _program(kernel: Kernel, *refs: Any) -> None:
 
     @pl.when(_all(step == 0 for step in steps))
     def _():
-        write(kernel.begin())
+        write(_begin(kernel))
+
+    if kernel.merges:
+
+        @pl.when(active & (at["s"] % kernel.tiles_of_part == 0))
+        def _():
+            write((_merged(kernel, carry()), kernel.begin()))
 
     @pl.when(active)
     def _():
-        write(kernel.step(read, at, kernel.fixed(read, at), carry()))
+        *done, own = carry()
+        write((*done, kernel.step(read, at, kernel.fixed(read, at), own)))
 
     @pl.when(
         _all(step == size - 1 for step, size in zip(steps, kernel.loops.values(), strict=True))
     )
     def _():
-        tiles = kernel.finish(at, kernel.fixed(read, at), carry())
+        own = _merged(kernel, carry())
+        tiles = kernel.finish(read, at, kernel.fixed(read, at), own)
         for name, tile in tiles.items():
             operand = kernel.outputs[name].array
             tile = _lie(tile) if _is_column(operand) else tile
             results[name][...] = tile.astype(operand.dtype)
+
+
+def _merged(kernel: Kernel, carry: tuple[Any, ...]) -> Any:
+    *done, own = carry
+    return kernel.merge(done[0], own) if done and kernel.merge is not None else own
 
 
 def _all(conditions: Any) -> Any:

@@ -15,6 +15,7 @@ import jax
 from jax.core import Tracer
 from jaxtyping import Array
 
+from flax_attn.backends import rates
 from flax_attn.backends.backend import Backend
 from flax_attn.backends.call import ARRAY_SCALE, Call
 from flax_attn.backends.splash.padding import LANES, has_ids, padded
@@ -79,7 +80,8 @@ class Splash(Backend):
 
     def work(self, call: Call) -> KernelWork:
         """Return the work of a kernel and of the copies that it reads, written and read."""
-        return fused(call, 2 * self.memory(call), launches=10)
+        share = rates.library(call)
+        return fused(call, share, launches=10, apart=2 * self.memory(call))
 
 
 @contextmanager
