@@ -283,7 +283,7 @@ def _notes(pair: Pair, names: Sequence[str] | None) -> list[str]:
     if getattr(pair.flax, "mixes_dtypes", False):
         setting = jax.config.values["jax_numpy_dtype_promotion"]
         notes.append(
-            f"the JAX module mixes dtypes, which jax_numpy_dtype_promotion={setting} refuses: judged"
-            " with JAX's default, standard"
+            f"the JAX module mixes dtypes, which jax_numpy_dtype_promotion={setting} refuses:"
+            " judged with JAX's default, standard"
         )
     return notes + note_on_variance(getattr(pair.flax, "module", None))
