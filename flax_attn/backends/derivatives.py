@@ -59,7 +59,7 @@ def _with(call: Call, floats: Floats) -> Call:
     return replace(call, **arrays, score=score)
 
 
-def _by_formula(*leaves: Array, structure: Any) -> Array:
+def _by_formula(*leaves: Any, structure: Any) -> Array:
     _, _, call, changes = structure.unflatten(leaves)
 
     def formula(floats: Floats) -> Array:
@@ -68,7 +68,7 @@ def _by_formula(*leaves: Array, structure: Any) -> Array:
     return jax.jvp(formula, (_floats(call),), (changes,))[1]
 
 
-def _backward(*leaves: Array, structure: Any) -> list[Array]:
+def _backward(*leaves: Any, structure: Any) -> list[Array]:
     """Return the gradients; in the place of the changes stands the cotangent."""
     *given, cotangent = leaves
     count = structure.num_leaves - len(given)
@@ -83,7 +83,7 @@ def _over(levels: Levels, function: Any) -> Any:
     return function
 
 
-def _evaluate(*leaves: Array, structure: Any, levels: Levels) -> Array:
+def _evaluate(*leaves: Any, structure: Any, levels: Levels) -> Array:
     return _over(levels, partial(_by_formula, structure=structure))(*leaves)
 
 

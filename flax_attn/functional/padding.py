@@ -75,7 +75,8 @@ def without_padding(
         return numbers
     real = _are_real(shape, lengths)
     # 0 is in every table of ids and of positions.
-    return jnp.where(real, numbers, 0)
+    zero = jnp.zeros((), numbers.dtype)
+    return jnp.where(real, numbers, zero)
 
 
 def _are_real(shape: tuple[int, ...], lengths: RowLengths) -> Array:

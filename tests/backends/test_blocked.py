@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from flax_attn import KeyedDropout, Mask, dot_product_attention
+from flax_attn.backends import derivatives
 from flax_attn.backends.blocked import passes
 from flax_attn.backends.registry import load
 from flax_attn.parity import tolerance
@@ -98,6 +99,8 @@ def taken(monkeypatch):
     def add(name, scores):
         counts[name] += scores
 
+    # What gives a backend forward mode leaves callbacks of its trace, and no product, in a program.
+    monkeypatch.setattr(derivatives, "attend", lambda backend, call: backend.attend(call))
     count("forward", passes._forward_tile, 2)
     count("backward", passes._backward_tile, 2)
     return counts
@@ -289,13 +292,6 @@ def test_forward_over_reverse_equals_the_reference(tiles, close):
         for name in ("blocked", "reference")
     )
     close(ours, theirs)
-
-
-def test_forward_mode_alone_fails_loudly(tiles):
-    tiles()
-    given = arrays(21, 26, h=5)
-    with pytest.raises(TypeError, match="forward-mode"):
-        jit(partial(jax.jvp, partial(loss, backend="blocked")))((given,), (given,))
 
 
 def test_reverse_over_reverse_fails_loudly(tiles):
