@@ -143,7 +143,7 @@ class _Recorder:
         x = lowered(x)
         if not isinstance(x, Tracer):
             return self._constant(x)
-        made = x.parent
+        made: Any = x.parent
         if id(made) not in self._made:
             operands = [self.place_of(operand) for operand in made.in_tracers]
             self._made[id(made)] = self._record(made, made.params, operands)
