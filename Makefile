@@ -29,7 +29,7 @@ parity against: export JAX_DISABLE_MOST_OPTIMIZATIONS ?= 1
 # What an old dependency can break: whatever calls one.
 OLDEST_TESTS := tests/modules/test_cache.py tests/training tests/models tests/sharding/test_parameters.py tests/test_cli_generate.py
 
-.PHONY: help parity against faults distributed test fuzz right bench field field-by-hand everywhere tpu gpu plan lint format tables docs docs-look docs-links dist test-newest test-oldest test-gpu test-fused clean
+.PHONY: help parity against faults distributed test fuzz right bench field field-by-hand everywhere tpu gpu plan lint format tables docs docs-look docs-links dist test-newest test-oldest test-gpu test-tpu test-fused clean
 
 help:
 	@echo 'make parity       prove that every variant equals its PyTorch twin'
