@@ -211,6 +211,7 @@ class _Explainer(Kernel):
     """A kernel that computes nothing and keeps the explanation of what it is asked to compute."""
 
     found: list[Explanation] = field(default_factory=list)
+
     # Else it would be equal to any other, and JAX would find what it traced for that one.
     def __eq__(self, other: object) -> bool:
         return self is other
