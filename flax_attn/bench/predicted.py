@@ -56,6 +56,7 @@ def predicted_times(chip: str) -> list[PredictedTimes]:
 def _times(name: str, found: Explanation) -> PredictedTimes:
     assert found.backend is not None, "auto always finds one"
     assert found.in_order is not None, "explained for one device"
+    # A backend that refuses the call has a time all the same, which nobody will see.
     taken = {x: 1000 * t for x, t in found.seconds.items() if found.refusals[x] is None}
     return PredictedTimes(name, found.backend, found.in_order, taken)
 
@@ -75,6 +76,7 @@ def table(chip: str) -> Table:
     """Return a table of the times on a chip, in ms."""
     rows = predicted_times(chip)
     names = columns(rows)
+    # Upper case, as the makers write their chips.
     found = Table("call", "auto", "in order", title=f"Predicted on {chip.upper()}, ms forward")
     for name in names:
         found.add_column(name, justify="right")

@@ -75,8 +75,8 @@ def without_padding(
         return numbers
     real = _are_real(shape, lengths)
     # 0 is in every table of ids and of positions.
-    zero = jnp.zeros((), numbers.dtype)
-    return jnp.where(real, numbers, zero)
+    nothing = jnp.zeros_like(numbers)
+    return jnp.where(real, numbers, nothing)
 
 
 def _are_real(shape: tuple[int, ...], lengths: RowLengths) -> Array:
