@@ -296,6 +296,11 @@ def _rounded_apart(gap: Gap) -> float:
 
 def _rounded_by(ours: np.ndarray, theirs: np.ndarray) -> float:
     """Return by how much two arrays differ, if they agree to float32; else 0."""
+    finite = np.isfinite(ours) & np.isfinite(theirs)
+    # What is hidden is -inf, which no rounding makes or takes away.
+    if not np.array_equal(ours[~finite], theirs[~finite], equal_nan=True):
+        return 0.0
+    ours, theirs = ours[finite], theirs[finite]
     scale = np.abs(theirs).max(initial=0.0)
     error = np.abs(ours - theirs).max(initial=0.0)
     return float(error / scale) if 0 < error <= ROUNDED * scale else 0.0
