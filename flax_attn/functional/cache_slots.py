@@ -3,13 +3,12 @@
 import jax
 import jax.numpy as jnp
 from einops import rearrange
-from jax.interpreters import batching
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, Integer
 
 from flax_attn.functional.explicit_sharding import split_as
 from flax_attn.native import write_tokens as native
-from flax_attn.native.primitive import primitive
+from flax_attn.native.primitive import batch_by_mapping, primitive
 
 
 def token_slots(
@@ -122,9 +121,5 @@ def _as_bits(cached: Array, new: Array, slots: Array) -> Array:
     return jax.lax.bitcast_convert_type(written, cached.dtype)
 
 
-def _batch(arrays, dims):
-    return jax.vmap(_as_bits, dims)(*arrays), 0
-
-
 _in_place = primitive("native_write_tokens", native.write_tokens, _as_bits, ())
-batching.primitive_batchers[_in_place] = _batch
+batch_by_mapping(_in_place, _as_bits)

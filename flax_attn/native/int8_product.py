@@ -6,11 +6,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.interpreters import ad, batching
+from jax.interpreters import ad
 from jaxtyping import Array
 
 from flax_attn.native import DTYPES, library, target
-from flax_attn.native.primitive import primitive
+from flax_attn.native.primitive import batch_by_mapping, primitive
 from flax_attn.native.product import FEW, is_algorithm
 
 
@@ -65,11 +65,6 @@ def _jvp(primals, tangents, *, precision):
     )
 
 
-def _batch(factors, dims, *, precision):
-    product = jax.vmap(lambda x, matrix: plain_product(x, matrix, precision=precision), dims)
-    return product(*factors), 0
-
-
 _product = primitive("native_int8_product", _call, plain_product, ("precision",))
 ad.primitive_jvps[_product] = _jvp
-batching.primitive_batchers[_product] = _batch
+batch_by_mapping(_product, plain_product)

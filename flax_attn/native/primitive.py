@@ -68,3 +68,13 @@ def batch_by_broadcasting(made: Primitive) -> None:
         return results, (0,) * len(results) if made.multiple_results else 0
 
     batching.primitive_batchers[made] = batch
+
+
+def batch_by_mapping(made: Primitive, plain: Callable) -> None:
+    """Let `jax.vmap` map the plain function: the library takes no further axis."""
+
+    def batch(args: Any, dims: Any, **options: Any) -> tuple[Any, int]:
+        mapped = jax.vmap(partial(plain, **options), dims)
+        return mapped(*args), 0
+
+    batching.primitive_batchers[made] = batch
