@@ -156,7 +156,7 @@ def rates(texts: Iterable[str]) -> dict[str, float]:
     """Return how often 1,000 words of these texts hold what is counted.
 
     Example:
-        >>> rates(["You call it; you read that of the others."])["you"]
+        >>> rates(["You call it; you read that of others."])["you"]
         250.0
     """
     whole = "\n".join(texts)

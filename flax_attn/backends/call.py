@@ -42,7 +42,7 @@ class Unsupported(ValueError):  # noqa: N818 (a refusal, not an error of the lib
         >>> try:
         ...     dot_product_attention(x, x, x, backend="splash")
         ... except Unsupported as refusal:
-        ...     print(str(refusal)[:41])
+        ...     print(str(refusal)[:44])
         backend 'splash' does not support this call:
     """
 

@@ -130,7 +130,7 @@ def explain(
         >>> found.backend, found.refusals["splash"]
         ('fused', 'splash runs on TPU; got platform "gpu"')
         >>> f"{1000 * found.seconds['blocked']:.1f} ms on {found.chip}"
-        '2.1 ms on h100'
+        '2.8 ms on h100'
     """
     platform, chip = (platform_of(query), None) if platform is None else machine(platform)
     options = {
