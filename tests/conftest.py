@@ -164,3 +164,28 @@ def equations():
 
 def _is_jaxpr(value) -> bool:
     return hasattr(value, "eqns") or hasattr(getattr(value, "jaxpr", None), "eqns")
+
+
+def _first_of(targets: Iterator) -> Iterator:
+    try:
+        yield next(targets)
+    # What describes the chip is not installed.
+    except ImportError as error:
+        pytest.skip(str(error))
+    targets.close()
+
+
+@pytest.fixture(scope="module")
+def gpu_target():
+    """Return what compiles for an H200 that is not at hand; skip where that is not installed."""
+    from tools.aot import gpu
+
+    yield from _first_of(gpu.targets())
+
+
+@pytest.fixture(scope="module", params=["gpu", "tpu"])
+def target(request):
+    """Return what compiles for an H200, then for a v5e, neither of them at hand."""
+    from tools.aot import gpu, tpu
+
+    yield from _first_of(gpu.targets() if request.param == "gpu" else tpu.targets(("v5e",)))

@@ -1,6 +1,6 @@
 """Write the table of platforms: python -m tools.platforms [--check].
 
-It says of each backend where it was run, interpreted, compiled and measured, and stands in the
+It says of each backend where it was run, interpreted, compiled and measured, and is in the
 README and on two pages. What was compiled follows from what `make tpu` and `make gpu` compile. With
 `--check` nothing is written, and it exits with 1 if a table is out of date.
 """
@@ -14,9 +14,8 @@ from pathlib import Path
 
 from flax_attn.aot.gpu import GPUS
 from flax_attn.backends.registry import BACKENDS, load
-from flax_attn.convert.replacing import replacing
 from tools.aot import gpu, models, tpu
-from tools.tables import between_markers, markdown
+from tools.tables import between_markers, bring_up_to_date, markdown
 
 ROOT = Path(__file__).parents[1]
 FILES = ("README.md", "docs/index.md", "docs/accelerators.md")
@@ -75,21 +74,20 @@ def table() -> str:
     return markdown(("backend", *PLATFORMS.values()), rows).rstrip()
 
 
-def outdated(root: Path) -> Iterator[tuple[Path, str]]:
-    """Yield each file whose table is another, and its text with the right one.
+def pages(root: Path) -> Iterator[tuple[Path, str]]:
+    """Yield each file that has the table, and its text with the right one.
 
     Raises:
         SystemExit: if a file has no place for the table.
     """
+    shown = table()
     for name in FILES:
         path = root / name
         text = path.read_text("utf-8")
         try:
-            new = between_markers(text, table(), "tools/platforms.py")
+            yield path, between_markers(text, shown, "tools/platforms.py")
         except ValueError as error:
             sys.exit(f"{path}: {error}")
-        if new != text:
-            yield path, new
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -98,15 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="write nothing, only compare")
     parser.add_argument("--root", type=Path, default=ROOT, help="folder of the repository")
     options = parser.parse_args(arguments)
-    old = list(outdated(options.root))
-    for path, text in old:
-        if options.check:
-            print(f"{path} is out of date. Run `make tables` and commit it", file=sys.stderr)
-        else:
-            with replacing(path) as whole:
-                whole.write_text(text, encoding="utf-8")
-            print(f"wrote {path}")
-    return 1 if options.check and old else 0
+    return bring_up_to_date(list(pages(options.root)), options.check)
 
 
 if __name__ == "__main__":

@@ -48,18 +48,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--folder", type=Path, default=DOCS, help="folder of the documentation")
     options = parser.parse_args(arguments)
     # All pages are made before the first is written: half of them would be worse than none.
-    outdated = {}
-    for path, text in pages(options.folder):
-        if not path.is_file() or path.read_text("utf-8") != text:
-            outdated[path] = text
-    for path, text in outdated.items():
-        if options.check:
+    return bring_up_to_date(list(pages(options.folder)), options.check)
+
+
+def bring_up_to_date(pages: Sequence[tuple[Path, str]], check: bool) -> int:
+    """Write each file whose text is another, or only name it, and return the exit code."""
+    outdated = 0
+    for path, text in pages:
+        if path.is_file() and path.read_text("utf-8") == text:
+            continue
+        outdated += 1
+        if check:
             print(f"{path} is out of date. Run `make tables` and commit it", file=sys.stderr)
         else:
             with replacing(path) as whole:
                 whole.write_text(text, encoding="utf-8")
             print(f"wrote {path}")
-    return 1 if options.check and outdated else 0
+    return 1 if check and outdated else 0
 
 
 def pages(folder: Path) -> Iterator[tuple[Path, str]]:

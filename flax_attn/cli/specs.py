@@ -72,12 +72,9 @@ class Loader:
             CannotCompareError: if the class or factory raises an error.
         """
         found = self.load(spec)
-        # An instance, or a function that is built in or compiled: it is what is compared.
-        if not isinstance(found, type) and not inspect.isfunction(found):
-            return found
-        if not isinstance(found, type) and _drawn(found) is None:
-            return found
-        return self.factory(spec)()
+        makes = inspect.isfunction(found) and _drawn(found) is not None
+        # Anything else is what is compared: an instance, or a function that is compiled.
+        return self.factory(spec)() if makes or isinstance(found, type) else found
 
     def factory(self, spec: str) -> Callable[[], Any]:
         """Return the class or function that a spec names, as a function without arguments.

@@ -7,7 +7,6 @@ import pytest
 
 from flax_attn.bench.calls import MODEL_CALLS, forward
 from flax_attn.plan.hlo import read
-from tools.aot import gpu
 from tools.aot.compiled import compiled
 from tools.aot.launches import launches
 
@@ -20,20 +19,10 @@ MEMORY = 512 * 2**20
 CALLS = MODEL_CALLS[:2]  # GPT-2 in training; Llama, 8192 tokens
 
 
-@pytest.fixture(scope="module")
-def target():
-    targets = gpu.targets()
-    try:
-        yield next(targets)
-    except ImportError as error:
-        pytest.skip(str(error))
-    targets.close()
-
-
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.name)
-def test_launches_and_temporaries_forward_are_few(call, target):
+def test_launches_and_temporaries_forward_are_few(call, gpu_target):
     rows = call.arrays["query"].shape[0]
-    program = compiled(target, forward(call, "blocked"), (call.arrays,), rows)
+    program = compiled(gpu_target, forward(call, "blocked"), (call.arrays,), rows)
     text, memory = program.as_text() or "", program.memory_analysis()
     assert launches(read(text)) <= FORWARD
     assert memory.temp_size_in_bytes <= MEMORY

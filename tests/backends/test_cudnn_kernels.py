@@ -18,7 +18,6 @@ from jax._src.cudnn import fused_attention_stablehlo
 from flax_attn import KeyedDropout, Mask
 from flax_attn.bench.calls import ModelCall, with_gradients
 from flax_attn.device.kernels import kernel
-from tools.aot import gpu
 from tools.aot.compiled import compiled
 
 pytestmark = pytest.mark.usefixtures("no_shape_checks")
@@ -166,54 +165,44 @@ def build(
     return ModelCall("", arrays, options, tuple(shapes))
 
 
-@pytest.fixture(scope="module")
-def target():
-    targets = gpu.targets()
-    try:
-        yield next(targets)
-    except ImportError as error:
-        pytest.skip(str(error))
-    targets.close()
-
-
-def kernels(target, call, attend):
+def kernels(gpu_target, call, attend):
     """The names of the calls of cuDNN that a call and its gradients compile to."""
     function = with_gradients(call, lambda arrays: attend(**arrays, **call.options))
     program = compiled(
-        target, function, (call.arrays, call.cotangent), call.arrays["query"].shape[0]
+        gpu_target, function, (call.arrays, call.cotangent), call.arrays["query"].shape[0]
     )
     return re.findall(r'custom_call_target="__cudnn\$(\w+)"', program.as_text() or "")
 
 
 @pytest.mark.parametrize("name", TAKES)
-def test_what_is_taken_has_kernels(name, target):
+def test_what_is_taken_has_kernels(name, gpu_target):
     backward = [
         found.endswith("Backward")
-        for found in kernels(target, build(**TAKES[name]), kernel("cudnn").ours)
+        for found in kernels(gpu_target, build(**TAKES[name]), kernel("cudnn").ours)
     ]
     assert set(backward) == {True, False}
 
 
 @pytest.mark.parametrize("name", REFUSES)
-def test_what_is_refused_says_why(name, target):
+def test_what_is_refused_says_why(name, gpu_target):
     options, message = REFUSES[name]
     with pytest.raises(ValueError, match=message):
-        kernels(target, build(**options), kernel("cudnn").ours)
+        kernels(gpu_target, build(**options), kernel("cudnn").ours)
 
 
 @pytest.mark.parametrize("name", KERNELS_REFUSE)
-def test_what_is_refused_has_no_kernel(name, target):
+def test_what_is_refused_has_no_kernel(name, gpu_target):
     """Kernels are really built: else a call of any width compiles, and only the GPU refuses it."""
     options, message = KERNELS_REFUSE[name]
     with (
         mock.patch.object(fused_attention_stablehlo, "check_is_flash_attention", return_value=None),
         pytest.raises(Exception, match=message),
     ):
-        kernels(target, build(**options), kernel("cudnn").plain)
+        kernels(gpu_target, build(**options), kernel("cudnn").plain)
 
 
 @pytest.mark.parametrize("name", ["t=197, s=197", "odd causal"])
-def test_odd_lengths_are_refused_by_jax_and_padded_by_us(name, target):
+def test_odd_lengths_are_refused_by_jax_and_padded_by_us(name, gpu_target):
     call = build(**TAKES[name])
     with pytest.raises(NotImplementedError, match="Unsupported sequence length"):
-        kernels(target, call, kernel("cudnn").plain)
+        kernels(gpu_target, call, kernel("cudnn").plain)

@@ -8,7 +8,6 @@ import re
 import pytest
 
 from flax_attn.bench.calls import MODEL_CALLS, forward, forward_and_backward
-from tools.aot import gpu, tpu
 from tools.aot.compiled import compiled
 
 pytestmark = [
@@ -18,16 +17,6 @@ pytestmark = [
 
 LAUNCH = re.compile(r'custom_call_target="(tpu_custom_call|[^"]*triton[^"]*)"')
 CALLS = [MODEL_CALLS[at] for at in (0, 1, 2, 8, 9)]  # dropout, causal, packed, sinks, bias
-
-
-@pytest.fixture(scope="module", params=["gpu", "tpu"])
-def target(request):
-    targets = {"gpu": gpu.targets, "tpu": lambda: tpu.targets(("v5e",))}[request.param]()
-    try:
-        yield next(targets)
-    except ImportError as error:
-        pytest.skip(str(error))
-    targets.close()
 
 
 def saved(call):

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import pytest
 
 from flax_attn import everywhere
-from tools.aot import gpu, tpu
 from tools.aot.compiled import compiled
 from tools.stacks.models import HEADS, MODELS, WIDTH
 
@@ -36,16 +35,6 @@ EXPECTED = {
     ("v5e", "bfloat16"): "splash",
     ("v5e", "float32"): "splash",
 }
-
-
-@pytest.fixture(scope="module", params=["gpu", "tpu"])
-def target(request):
-    targets = {"gpu": gpu.targets, "tpu": lambda: tpu.targets(("v5e",))}[request.param]()
-    try:
-        yield next(targets)
-    except ImportError as error:
-        pytest.skip(str(error))
-    targets.close()
 
 
 def model(library, dtype):
