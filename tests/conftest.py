@@ -1,7 +1,7 @@
 """Shared by the tests of one side: variants as Flax modules, and how results are compared."""
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -166,7 +166,7 @@ def _is_jaxpr(value) -> bool:
     return hasattr(value, "eqns") or hasattr(getattr(value, "jaxpr", None), "eqns")
 
 
-def _first_of(targets: Iterator) -> Iterator:
+def _first_of(targets: Generator) -> Iterator:
     try:
         yield next(targets)
     # What describes the chip is not installed.

@@ -10,13 +10,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-import jax.numpy as jnp
 import optax
 from flax import nnx
 from jaxtyping import Array
 
 from attn_spec.frequencies import YaRNScaling
 from attn_spec.hugging_face.fields import read_fields
+from flax_attn.functional.dtypes import accumulation_dtype
 from flax_attn.functional.positions import RoPE
 from flax_attn.models.deepseekv3 import DeepseekV3, DeepseekV3Config
 from flax_attn.models.gpt2 import GPT2, GPT2_CONFIGS
@@ -198,7 +198,7 @@ def logits_loss(model: Any, tokens: Array) -> Array:
             f"a model that is planned maps ids ({b}, {t}) to logits ({b}, {t}, vocabulary); got"
             f" {got}. Name a function that makes a module which returns logits"
         )
-    predicted = logits[:, :-1].astype(jnp.float32)
+    predicted = logits[:, :-1].astype(accumulation_dtype(logits.dtype))
     losses = optax.softmax_cross_entropy_with_integer_labels(predicted, tokens[:, 1:])
     return losses.mean()
 
