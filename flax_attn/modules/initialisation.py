@@ -37,6 +37,7 @@ from flax_attn.modules.random_numbers import (
 # Gives an array, or an `_Undrawn` while a model is made that draws its parameters itself.
 Initializer = Callable[[Array, tuple[int, ...], Dtype], Any]
 _draws_later: ContextVar[bool] = ContextVar("_draws_later", default=False)
+_needs_no_values: ContextVar[bool] = ContextVar("_needs_no_values", default=False)
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,19 @@ class _Undrawn:
     draw: Callable[[], Array]
     shape: tuple[int, ...]
     dtype: np.dtype
+
+
+@contextmanager
+def without_values() -> Iterator[None]:
+    """Let parameters made in this context be zeros, where only their shapes are asked for.
+
+    To trace a random function takes ten times as long.
+    """
+    token = _needs_no_values.set(True)
+    try:
+        yield
+    finally:
+        _needs_no_values.reset(token)
 
 
 @contextmanager
@@ -184,6 +198,8 @@ def normal(std: float = 1.0) -> Initializer:
 
 def _scaled(scale: float, normal: bool) -> Initializer:
     def init(key: Array, shape: tuple[int, ...], dtype: Dtype) -> Array:
+        if _needs_no_values.get():
+            return jnp.zeros(shape, dtype)
         size = int(np.prod(shape))
         if can_draw(key, size, dtype):
             return draw(key, shape, dtype, scale, normal)

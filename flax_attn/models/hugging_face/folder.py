@@ -38,7 +38,7 @@ from flax_attn.models.hugging_face.replacement import named_apart, replace_model
 from flax_attn.models.hugging_face.streams import fork_streams
 from flax_attn.models.hugging_face.values import Memory, OnMesh
 from flax_attn.models.quantize import WEIGHTS, quantize
-from flax_attn.modules.initialisation import check_dtypes
+from flax_attn.modules.initialisation import check_dtypes, without_values
 from flax_attn.modules.quantized_linear import QuantizedLinear
 from flax_attn.sharding.parameter_axes import check_mesh
 from flax_attn.sharding.parameters import abstract, shard
@@ -267,7 +267,8 @@ def _abstract(cls: Callable[..., M], config: Any, options: Mapping[str, Any]) ->
         rngs.default = _RepeatedKey(0, tag="default")  # pyright: ignore[reportAttributeAccessIssue]
         return cls(config, rngs=rngs, **own)
 
-    return abstract(build)
+    with without_values():
+        return abstract(build)
 
 
 def _current(name: str) -> str:

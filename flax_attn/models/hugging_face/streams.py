@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
 from typing import TypeGuard
 
 from flax import nnx
@@ -15,12 +16,14 @@ from flax_attn.modules.initialisation import fork
 
 def fork_streams(model: nnx.Module, rngs: nnx.Rngs | None) -> None:
     """Give each dropout its own stream, in the order of the layers."""
+    # To walk over a model takes longer than what is done here.
+    modules = [module for _, module in nnx.iter_modules(model)]
     # Streams are made by programs that are compiled: none for a model without dropout.
-    if not _dropouts(model):
+    if not any(map(_draws, modules)):
         return
     rngs = nnx.Rngs(0) if rngs is None else rngs
-    stacked = _in_stacks(model)
-    for _, module in nnx.iter_modules(model):
+    stacked = _in_stacks(modules)
+    for module in modules:
         # All layers of a stack draw before what stands behind it.
         if isinstance(module, Stack):
             _fork_stacked(module, rngs)
@@ -28,10 +31,10 @@ def fork_streams(model: nnx.Module, rngs: nnx.Rngs | None) -> None:
             module.stream = nnx.data(fork(rngs.dropout))
 
 
-def _in_stacks(model: nnx.Module) -> set[int]:
+def _in_stacks(modules: Iterable[nnx.Module]) -> set[int]:
     """Return the ids of the dropouts whose layers are stacked."""
     found = set()
-    for _, module in nnx.iter_modules(model):
+    for module in modules:
         if isinstance(module, Stack):
             found |= set(map(id, _dropouts(module)))
     return found
