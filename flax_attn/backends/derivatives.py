@@ -38,9 +38,44 @@ def _attend(backend: Backend, call: Call) -> Array:
 @_attend.defjvp
 def _differentiate(backend, primals, tangents):
     (call,), (changes,) = primals, tangents
-    output, pullback = jax.vjp(lambda floats: backend.attend(_with(call, floats)), _floats(call))
+    # Loops of a kernel are not differentiated again: a second derivative is the formula's.
+    still = jax.lax.stop_gradient(call)
+    output, pullback = jax.vjp(lambda floats: backend.attend(_with(still, floats)), _floats(still))
+    output = _attached(backend, output, call)
     leaves, structure = jax.tree.flatten((output, pullback, call, _floats(changes)))
     return output, _tangent.bind(*leaves, structure=structure, levels=())
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _attached(backend: Backend, output: Array, call: Call) -> Array:
+    """Return the output of a call, which was computed without derivatives, with them."""
+    return output
+
+
+@_attached.defjvp
+def _differentiate_attached(backend, primals, tangents):
+    (output, call), (_, changes) = primals, tangents
+    _, change = _differentiate(backend, (call,), (changes,))
+    # Attached again, for the derivatives beyond this one.
+    return _attached(backend, output, call), change
+
+
+@jax.custom_jvp
+def _gradients(call: Call, pullback: Any, cotangent: Array) -> Floats:
+    """Return the gradients of a call by the backward pass of the kernel."""
+    return pullback(cotangent)[0]
+
+
+@_gradients.defjvp
+def _differentiate_gradients(primals, tangents):
+    (call, _, cotangent), (changes, _, change) = primals, tangents
+
+    def by_formula(floats: Floats, cotangent: Array) -> Floats:
+        _, pullback = jax.vjp(partial(_formula, call), floats)
+        return pullback(cotangent)[0]
+
+    given, moves = (_floats(call), cotangent), (_floats(changes), change)
+    return _gradients(*primals), jax.jvp(by_formula, given, moves)[1]
 
 
 def _floats(call: Call) -> Floats:
@@ -59,22 +94,21 @@ def _with(call: Call, floats: Floats) -> Call:
     return replace(call, **arrays, score=score)
 
 
+def _formula(call: Call, floats: Floats) -> Array:
+    return with_weights(_with(call, floats))[0]
+
+
 def _by_formula(*leaves: Any, structure: Any) -> Array:
     _, _, call, changes = structure.unflatten(leaves)
-
-    def formula(floats: Floats) -> Array:
-        return with_weights(_with(call, floats))[0]
-
-    return jax.jvp(formula, (_floats(call),), (changes,))[1]
+    return jax.jvp(partial(_formula, call), (_floats(call),), (changes,))[1]
 
 
 def _backward(*leaves: Any, structure: Any) -> list[Array]:
     """Return the gradients; in the place of the changes stands the cotangent."""
     *given, cotangent = leaves
     count = structure.num_leaves - len(given)
-    _, pullback, _, _ = structure.unflatten([*given, *[None] * count])
-    (gradients,) = pullback(cotangent)
-    return jax.tree.leaves(gradients)
+    _, pullback, call, _ = structure.unflatten([*given, *[None] * count])
+    return jax.tree.leaves(_gradients(call, pullback, cotangent))
 
 
 def _over(levels: Levels, function: Any) -> Any:

@@ -75,6 +75,23 @@ def forward_over_reverse(attend, arrays, changes):
     return jax.jvp(jax.grad(squared(attend)), arrays, changes)
 
 
+def reverse_over_reverse(attend, arrays, changes):
+    slopes = jax.grad(squared(attend), tuple(range(len(arrays))))
+
+    def size(*arrays):
+        # All gradients, and the output: each is differentiated again.
+        return sum((x**2).sum() for x in slopes(*arrays)) + squared(attend)(*arrays)
+
+    return jax.grad(size, tuple(range(len(arrays))))(*arrays)
+
+
+def thrice(attend, arrays, changes):
+    def slope(*arrays):
+        return (jax.grad(squared(attend))(*arrays) ** 2).sum()
+
+    return jax.jvp(jax.grad(slope, 1), arrays, changes)
+
+
 def reverse_over_forward(attend, arrays, changes):
     return jax.grad(lambda *x: (jax.jvp(attend, x, changes)[1] ** 2).sum())(*arrays)
 
@@ -108,6 +125,8 @@ MODES = (
     forward_by_one,
     reverse,
     forward_over_reverse,
+    reverse_over_reverse,
+    thrice,
     reverse_over_forward,
     forward_over_forward,
     linearized,
