@@ -8,7 +8,7 @@ from jaxtyping import Array
 
 from flax_attn.backends.backend import Backend
 from flax_attn.backends.call import Call
-from flax_attn.backends.native.kernel import FEW, forward
+from flax_attn.backends.native.kernel import FEW, attend
 from flax_attn.backends.platform import may_be_partitioned, varying
 from flax_attn.functional.mask_part import IntervalPart
 from flax_attn.functional.mask_parts import Dense, Segments
@@ -24,7 +24,6 @@ class Native(Backend):
     honours = ("soft_cap", "sinks", "precision")
     few = FEW
     typed = True
-    every_mode = True
     nonfinite = "in its kernel"
     structure = "causal, windows, lengths, prefix, segments, arrays: hidden blocks are skipped"
     limits = "masks that are functions, a precision that is an algorithm"
@@ -51,13 +50,13 @@ class Native(Backend):
         return None
 
     def attend(self, call: Call) -> Array:
-        """Return `(b, t, n, v)`; differentiable in every mode and to every order."""
+        """Return `(b, t, n, v)`, with gradients of query, key, value and sinks."""
         if 0 in call.shape:
             return jnp.zeros((*call.query.shape[:3], call.value.shape[3]), call.query.dtype)
         # So that gradients of what is the same on all devices are summed over them.
         axes = varying(call)
         call = jax.tree.map(lambda x: _varied(x, axes), call)
-        return forward(False, call).output
+        return attend(call)
 
     def memory(self, call: Call) -> int:
         """Return the bytes of the copies of keys and values, if any, and of the maxima and sums."""

@@ -1,7 +1,4 @@
-"""The calls of the kernels in C++, and their derivatives of every order.
-
-The first derivative in reverse mode has a kernel of its own. All others are those of the formula:
-forward mode, and what is differentiated twice.
+"""The calls of the kernels in C++, forward and backward.
 
 The primitives take the arrays of a whole `Call`. Under `jax.vmap` each of these has further axes
 before its own.
@@ -20,7 +17,6 @@ import numpy as np
 from einops import rearrange
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend.core import Primitive
-from jax.interpreters import ad
 from jaxtyping import Array
 
 from flax_attn.backends.call import Call, Floats
@@ -48,9 +44,28 @@ class Results(NamedTuple):
     total: Array
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(0,))
+@jax.custom_vjp
+def attend(call: Call) -> Array:
+    """Return what the kernel finds for a call."""
+    return forward(False, call).output
+
+
+def _forward_kept(call: Call) -> tuple[Array, tuple[Call, Results]]:
+    results = forward(True, call)
+    return results.output.astype(call.query.dtype), (call, results)
+
+
+def _pull_back(kept: tuple[Call, Results], cotangent: Array) -> tuple[Call]:
+    call, results = kept
+    gradients = backward(call, results, cotangent)
+    return (call.cotangent(gradients),)
+
+
+attend.defvjp(_forward_kept, _pull_back)
+
+
 def forward(differentiated: bool, call: Call) -> Results:
-    """Return what the kernel finds.
+    """Return what the kernel finds, and the sums of its softmax.
 
     Where a gradient is taken, scores are summed in the order of `backward`, and not in that of few
     queries, or of products in bfloat16.
@@ -58,23 +73,6 @@ def forward(differentiated: bool, call: Call) -> Results:
     return Results(*_bind(_forward, call, differentiated=differentiated))
 
 
-@forward.defjvp
-def _differentiate(differentiated, primals, tangents):
-    (call,), (changes,) = primals, tangents
-    results = forward(True, call)
-    change = _bind(_tangent, call, results, _floats(changes))
-    dtype = _output_dtype(call, differentiated)
-    found = results._replace(output=results.output.astype(dtype))
-    # Top and total are read by derivatives alone, which do not depend on them but by rounding.
-    still = jnp.zeros_like(results.top), jnp.zeros_like(results.total)
-    return found, Results(change.astype(dtype), *still)
-
-
-def _output_dtype(call: Call, differentiated: bool) -> jnp.dtype:
-    return jnp.dtype(jnp.float32) if differentiated else call.query.dtype
-
-
-@jax.custom_jvp
 def backward(call: Call, results: Results, cotangent: Array) -> Floats:
     """Return the gradients."""
     d_query, d_key, d_value, delta = _bind(_backward, call, results, cotangent)
@@ -82,18 +80,8 @@ def backward(call: Call, results: Results, cotangent: Array) -> Floats:
     return Floats(d_query, d_key, d_value, sinks=d_sinks)
 
 
-@backward.defjvp
-def _differentiate_again(primals, tangents):
-    (call, _, cotangent), (changes, _, change) = primals, tangents
-
-    def by_formula(floats, cotangent):
-        _, pull = jax.vjp(partial(_formula, call), floats)
-        return pull(cotangent)[0]
-
-    given, moves = (_floats(call), cotangent), (_floats(changes), change)
-    _, again = jax.jvp(by_formula, given, moves)
-    # The kernel's gradients, so that they are the same bits under every transformation.
-    return backward(*primals), again
+def _output_dtype(call: Call, differentiated: bool) -> jnp.dtype:
+    return jnp.dtype(jnp.float32) if differentiated else call.query.dtype
 
 
 def _floats(call: Call) -> Floats:
@@ -239,43 +227,6 @@ def _formula(call: Call, floats: Floats) -> Array:
     return _each(call, output, call, floats)
 
 
-def _tangent_formula(*leaves: Array, structure: Any) -> Array:
-    call, _, changes = structure.unflatten(leaves)
-    return jax.jvp(partial(_formula, call), (_floats(call),), (changes,))[1]
-
-
-def _output_of(*leaves: Array, structure: Any) -> Array:
-    call, results, _ = structure.unflatten(leaves)
-    return results.output.astype(call.query.dtype)
-
-
-def _transpose(cotangent, *leaves, structure):
-    call, results, changes = structure.unflatten(leaves)
-    gradients = backward(call, results, ad.instantiate_zeros(cotangent))
-    # The changes are the linear inputs, and come last.
-    is_linear = ad.is_undefined_primal
-    changes = jax.tree.leaves(changes, is_leaf=is_linear)
-    pairs = zip(jax.tree.leaves(gradients), changes, strict=True)
-    wanted = [gradient if is_linear(change) else None for gradient, change in pairs]
-    return [None] * (len(leaves) - len(wanted)) + wanted
-
-
-def _jvp(primals, tangents, *, structure):
-    moves = [i for i, tangent in enumerate(tangents) if type(tangent) is not ad.Zero]
-
-    def moved(*floats):
-        leaves = list(primals)
-        for i, x in zip(moves, floats, strict=True):
-            leaves[i] = x
-        return _tangent_formula(*leaves, structure=structure)
-
-    output = _tangent.bind(*primals, structure=structure)
-    if not moves:
-        return output, jnp.zeros_like(output)
-    given, changes = ([values[i] for i in moves] for values in (primals, tangents))
-    return output, jax.jvp(moved, given, changes)[1]
-
-
 _forward = primitive(
     "native_attention_forward",
     _call_forward,
@@ -293,17 +244,5 @@ _backward = primitive(
     multiple_results=True,
 )
 
-# The change of the output for changes of what it is computed from, which is linear in these: a
-# primitive, because only a primitive has a transpose, the kernel for backward, and is
-# differentiated and mapped over like any other.
-_tangent = primitive(
-    "native_attention_tangent",
-    _tangent_formula,
-    _tangent_formula,
-    ("structure",),
-    shapes=_output_of,
-)
-ad.primitive_transposes[_tangent] = _transpose
-ad.primitive_jvps[_tangent] = _jvp
-for _made in (_forward, _backward, _tangent):
+for _made in (_forward, _backward):
     batch_by_broadcasting(_made)
