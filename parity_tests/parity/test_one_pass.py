@@ -53,6 +53,34 @@ def test_a_norm_within_a_model_is_judged_by_itself():
     assert offset(Residual(use_fast_variance=False), TorchResidual(), [(3, 4, 6)]).passed
 
 
+class TorchRoundedNorm(torch.nn.LayerNorm):
+    """A norm that computes in float32, unless the call of the model widens it."""
+
+    dtype = torch.float32
+
+    def forward(self, x):
+        return super().forward(x.to(self.dtype).double())
+
+
+def widened(module, x):
+    TorchRoundedNorm.dtype = torch.float64
+    try:
+        return module(x)
+    finally:
+        TorchRoundedNorm.dtype = torch.float32
+
+
+@pytest.mark.usefixtures("as_a_user_has_jax")
+def test_a_norm_by_itself_computes_as_within_the_call_of_the_model():
+    theirs = TorchResidual()
+    theirs.norm = TorchRoundedNorm(6)
+    right = Residual(use_fast_variance=False)
+    checks = ["forward", "mean offset"]
+    assert compare(right, theirs.eval(), [(3, 4, 6)], checks=checks, torch_call=widened).passed
+    one_pass = Residual()
+    assert not compare(one_pass, theirs, [(3, 4, 6)], checks=checks, torch_call=widened).passed
+
+
 class Tokens(nnx.Module):
     """An embedding, and a norm of images or the like with their channels last."""
 

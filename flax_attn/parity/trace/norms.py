@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,13 +40,19 @@ def offset_errors(pair: Pair) -> dict[str, float]:
     norms = [name for name, inner in theirs.named_modules() if name and _is_norm(inner)]
     names = pair_paths(pair.entries, ours, norms)
     names = {path: name for path, name in names.items() if name in norms and path in ours}
-    given = _inputs_of(pair, torch, set(names.values())) if names else {}
+    measured = _measured(pair, torch, set(names.values())) if names else {}
     errors: dict[str, float] = {}
     rounding: dict[str, float] = {}
     for path, name in names.items():
-        measured = _errors(ours[path], theirs, name, given[name]) if name in given else None
-        if measured is not None:
-            errors[f"{name} by itself"], rounding[f"{name} by itself"] = measured
+        if name not in measured:
+            continue
+        found = measured[name]
+        shown = f"{name} by itself"
+        for flax in _calls(ours[path], found.given):
+            if flax.shape == found.output.shape:
+                errors[shown] = _relative(flax, found.output)
+                rounding[shown] = _relative(found.moved, found.output)
+                break
     return tolerance.amplified(errors, [rounding], tolerance.FORWARD, tolerance.MOST_FORWARD)
 
 
@@ -54,41 +60,48 @@ def _is_norm(module: Any) -> bool:
     return "norm" in type(module).__name__.lower()
 
 
-def _inputs_of(pair: Pair, adapter: Any, wanted: set[str]) -> dict[str, tuple[np.ndarray, ...]]:
-    """Return the floating inputs of each norm's first call, the first input with the offset."""
-    module = copy.deepcopy(adapter.module).eval()
-    found: dict[str, tuple[np.ndarray, ...]] = {}
+class _Measured(NamedTuple):
+    """A norm of PyTorch: its inputs with the offset, its output, and that with more rounding."""
 
-    def keep(name: str, _: Any, args: tuple, kwargs: dict) -> None:
-        tensors = [x for x in (*args, *kwargs.values()) if hasattr(x, "is_floating_point")]
-        first, *others = (_numpy64(x) for x in tensors if x.is_floating_point())
-        found.setdefault(name, (first + OFFSET, *others))
+    given: tuple[np.ndarray, ...]
+    output: np.ndarray
+    moved: np.ndarray
+
+
+def _measured(pair: Pair, adapter: Any, wanted: set[str]) -> dict[str, _Measured]:
+    """Return what each norm gives for the floating inputs of its first call, with the offset."""
+    module = copy.deepcopy(adapter.module).eval()
+    found: dict[str, _Measured] = {}
+
+    def measure(name: str, norm: Any, args: tuple, kwargs: dict) -> None:
+        if name not in found:
+            tensors = [x for x in (*args, *kwargs.values()) if hasattr(x, "is_floating_point")]
+            floating = [x for x in tensors if x.is_floating_point()]
+            found[name] = _measure(norm, floating)
 
     for name in wanted:
-        module.get_submodule(name).register_forward_pre_hook(partial(keep, name), with_kwargs=True)
+        norm = module.get_submodule(name)
+        norm.register_forward_pre_hook(partial(measure, name), with_kwargs=True)
+    # Inside the call of the model, which may set what its norms compute in.
     adapter.call(module, adapter.arrays(pair.inputs), adapter.arrays(pair.extras))
     return found
 
 
-def _errors(
-    ours: Any, theirs: Any, name: str, given: tuple[np.ndarray, ...]
-) -> tuple[float, float] | None:
-    """Return the error of a norm, and what rounding moves; None if it cannot be called."""
+def _measure(norm: Any, floating: list[Any]) -> _Measured:
     import torch  # where both sides are run
 
     from flax_attn.parity.adapters.torch_rounding import MoreRounding
 
-    norm = copy.deepcopy(theirs.get_submodule(name)).eval()
+    first, *others = (_numpy64(x) for x in floating)
+    given = (first + OFFSET, *others)
+    tensors = [torch.from_numpy(x) for x in given]
+    # Not the module itself, whose hooks would call this again.
     with torch.no_grad():
-        tensors = [torch.from_numpy(x) for x in given]
-        expected = _numpy64(norm(*tensors))
+        output = _numpy64(norm.forward(*tensors))
         with MoreRounding(seed=1):
             # A clone of what was not made inside is rounded, too.
-            moved = _numpy64(norm(*(x.clone() for x in tensors)))
-    for flax in _calls(ours, given):
-        if flax.shape == expected.shape:
-            return _relative(flax, expected), _relative(moved, expected)
-    return None
+            moved = _numpy64(norm.forward(*(x.clone() for x in tensors)))
+    return _Measured(given, output, moved)
 
 
 def _calls(norm: Any, given: tuple[np.ndarray, ...]) -> Iterator[np.ndarray]:
