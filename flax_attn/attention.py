@@ -10,7 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from attn_spec.other_libraries import ASKS_NOTHING, OF_FUNCTIONS, names_remedies
-from flax_attn.backends import derivatives, reference
+from flax_attn.backends import counted, derivatives, reference
 from flax_attn.backends.call import Call, prepare
 from flax_attn.backends.choose import choose
 from flax_attn.functional.cache_base import Cache
@@ -171,7 +171,9 @@ _INPUTS = ("query", "key", "value")
 
 def _attend(call: Call, backend: str, return_weights: bool) -> tuple[Array, Array | None]:
     division = divide(call, backend)
-    if division is not None:
+    if counted.is_counting():
+        output = counted.attend(call)
+    elif division is not None:
         output = sharded.attend(division, call, Kernel(backend))
     else:
         chosen = choose(call, backend)

@@ -50,7 +50,9 @@ def flops(program: Hlo) -> int:
     return sum(run.times * _products(run.instruction, run.computation) for run in program.runs())
 
 
-_KERNEL = re.compile(r'custom_call_target="(tpu_custom_call|__cudnn|mosaic_gpu|triton)')
+_KERNEL = re.compile(
+    r'custom_call_target="(tpu_custom_call|__cudnn|mosaic_gpu|triton|flax_attn.attention)'
+)
 
 
 def has_kernels(program: Hlo) -> bool:

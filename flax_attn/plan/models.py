@@ -10,6 +10,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+import jax
+import jax.numpy as jnp
 import optax
 from flax import nnx
 from jaxtyping import Array
@@ -27,6 +29,8 @@ from flax_attn.models.llama import Llama, LlamaConfig
 from flax_attn.models.loss import next_token_loss
 from flax_attn.models.mixtral import Mixtral, MixtralConfig
 from flax_attn.models.registry import FAMILIES, model_class
+from flax_attn.modules.work import Work, work
+from flax_attn.plan.traced_work import traced_work
 from flax_attn.sharding.axes import table
 
 if TYPE_CHECKING:
@@ -66,6 +70,10 @@ class PlannedModel(Protocol):
 
     def build(self, job: Job) -> Callable[[nnx.Rngs], nnx.Module]:
         """Return a function that makes the model from random streams."""
+        ...
+
+    def forward_work(self, job: Job, model: nnx.Module) -> Work:
+        """Return the operations of a forward pass over the batch, on all devices together."""
         ...
 
     def activations(self, job: Job) -> float:
@@ -159,6 +167,10 @@ class Decoder:
             return self.cls(config, rngs=rngs, scan_layers=True, **options)
         return self.cls(config, rngs=rngs, **options)
 
+    def forward_work(self, job: Job, model: nnx.Module) -> Work:
+        """Return what the modules say of themselves."""
+        return job.batch * work(model, job.tokens, job.tokens)
+
     def activations(self, job: Job) -> float:
         """Return how many numbers of a token a device keeps, up to a factor."""
         layer = self._activations_of_layer(job)
@@ -247,6 +259,16 @@ class OwnModel:
     def build(self, job: Job) -> Callable[[nnx.Rngs], nnx.Module]:
         """Return a function that makes the module."""
         return lambda rngs: self.make()
+
+    def forward_work(self, job: Job, model: nnx.Module) -> Work:
+        """Return what its traced program computes: it may call attention as a function."""
+        graph, state = nnx.split(model)
+
+        def loss(state: Any, tokens: Array) -> Array:
+            return self.loss(nnx.merge(graph, state), tokens)
+
+        tokens = jax.ShapeDtypeStruct((job.batch, job.tokens), jnp.int32)
+        return traced_work(loss, state, tokens)
 
     def activations(self, job: Job) -> float:
         """Return 1: what a token keeps does not change with the mesh."""

@@ -18,7 +18,7 @@ def training(job: Job, model: nnx.Module) -> Work:
 
 def prefill(job: Job, model: nnx.Module) -> Work:
     """Return the operations of a forward pass over all tokens."""
-    return job.batch * work(model, job.tokens, job.tokens)
+    return job.model.forward_work(job, model)
 
 
 def decoding(job: Job, model: nnx.Module) -> Work:
