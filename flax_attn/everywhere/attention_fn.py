@@ -9,17 +9,19 @@ from typing import Any
 from flax_attn.everywhere import reports
 from flax_attn.everywhere.dispatch import PLACE
 
+# Their functions are counted, or left alone, where they are called.
+_KNOWN = ("flax", "flax_attn")
+
 
 def note(function: Any) -> None:
     """Count a function that is neither Flax's nor ours, and that called none of theirs."""
     while isinstance(function, partial):
         function = function.func
     function = inspect.unwrap(function)
+    # An object that is called has no `__qualname__`, and its class defines `__module__`.
     module = getattr(function, "__module__", None) or ""
-    package = module.partition(".")[0]
-    if package in ("flax", "flax_attn"):
+    if reports.package_of(module) in _KNOWN:
         return
     name = getattr(function, "__qualname__", type(function).__name__)
     reason = f"attention_fn={name} is not Flax's; pass attention_fn=flax_attn.adapters.flax"
-    line = reports.user_place()
-    reports.add(reports.Entry(line, PLACE.get(), reason=reason))
+    reports.add_left_alone(PLACE.get(), reason)

@@ -71,16 +71,19 @@ def attend(
     Raises:
         LeftAlone: if this library refuses the call, before any work.
     """
+    dropout = options.get("dropout")
     with refusals():
         mask = with_known(as_mask(mask), query.shape[-3], key.shape[-3])
+        # It checks the arguments and chooses the backend without computing anything.
         found = explain(query, key, value, bias, mask, **options)
-    if found.division is not None and isinstance(options.get("dropout"), SharedDropout):
+    if found.division is not None and isinstance(dropout, SharedDropout):
         # What drops the weights of a part of a call counts all rows and heads.
         raise LeftAlone("dropout that is shared over rows and heads, on a mesh that divides them")
     # The formula is what the original computes, too.
     if varying(query) and found.backend == "reference":
         raise LeftAlone("inside jax.shard_map, where most kernels need check_vma=False")
-    if options.get("dropout") is not None and in_use().targets:
+    # Adapters, which are passed by hand, have no run before that this one could differ from.
+    if dropout is not None and in_use().targets:
         say_what_differs()
     outputs = attend_here(query, key, value, bias, mask, return_weights=return_weights, **options)
     if counted:
@@ -90,14 +93,12 @@ def attend(
 
 def _count(query: Array, key: Array, found: Explanation, asked: str) -> None:
     shapes = f"q{list(query.shape)} k{list(key.shape)} {query.dtype}"
-    words = [shapes, asked] if asked else [shapes]
-    after = found.memory[found.backend or "reference"]
     entry = reports.Entry(
         line=reports.user_place(),
         place=PLACE.get(),
-        asked=", ".join(words),
+        asked=f"{shapes}, {asked}" if asked else shapes,
         backend=found.backend,
         before=found.memory["reference"],
-        after=after,
+        after=found.memory[found.backend or "reference"],
     )
     reports.add(entry)

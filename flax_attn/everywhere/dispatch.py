@@ -64,7 +64,8 @@ def dispatch(target: str, place: Place, original: Callable, *args: Any, **kwargs
             f"{place.name} is left alone: {reason}. Change the call. If the original accepts it,"
             f" leave {target!r} out of the targets, or pass strict=False, and the original runs"
         )
-    reports.add(reports.Entry(reports.user_place(), place.name, reason=reason))
+    # Outside of the handler, so that an error of the original shows no other as its context.
+    reports.add_left_alone(place.name, reason)
     token = _IN_ORIGINAL.set(True)
     try:
         return original(*args, **kwargs)

@@ -22,6 +22,7 @@ from flax_attn.everywhere.target import LeftAlone
 from flax_attn.everywhere.words import asked_for
 from flax_attn.functional.dropout import KeyedDropout, key_data
 from flax_attn.functional.masks import Mask
+from flax_attn.functional.outputs import Outputs
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class Flat:
         if (len(self.batch) < 2 and x.ndim <= 4) or x.ndim <= 3:
             return x
         leading, rest = x.shape[:-3], x.shape[-3:]
+        # What all rows share is not copied for each.
         if prod(leading) == 1:
             return x.reshape(1, *rest)
         return jnp.broadcast_to(x, (*self.batch, *rest)).reshape(-1, *rest)
@@ -80,30 +82,41 @@ def flax_attention(
         widest = jnp.promote_types(query.dtype, jnp.float32)
         query, key, value = (x.astype(widest) for x in (query, key, value))
     with refusals():
-        dropout = None
-        if dropout_rate != 0 and not deterministic:
-            if dropout_rng is None:
-                raise ValueError(f"dropout_rate={dropout_rate} needs a key; got dropout_rng=None")
-            kind = SharedDropout if broadcast_dropout else KeyedDropout
-            dropout = kind(dropout_rate, key_data(dropout_rng))
+        rate = 0.0 if deterministic else dropout_rate
+        dropout = _keyed(rate, dropout_rng, shared=broadcast_dropout)
         flat = _flat(query, key, value)
-        hidden = None if mask is None else Mask.dense(flat.of(jnp.asarray(mask).astype(bool)))
-        if is_causal:
-            hidden = Mask.causal(0) if hidden is None else hidden & Mask.causal(0)
+        seen = Mask.causal(0) if is_causal else Mask()
+        if mask is not None:
+            # Flax takes numbers for masks, too: all but 0 may be seen.
+            allowed = jnp.asarray(mask).astype(bool)
+            seen = Mask.dense(flat.of(allowed)) & seen
     options = {"bias": bias, "mask": mask, "causal": is_causal, "dropout": dropout}
     words = asked_for(query, key, weights=module, **options)
     arrays = [None if x is None else flat.of(x) for x in (query, key, value, bias)]
-    call = partial(attend, *arrays, hidden, precision=precision, asked=words)
-    if module is None:
-        return flat.back(call(dropout=dropout).output)
-    # The weights that a module keeps are those before dropout.
-    found = call(return_weights=True, counted=dropout is None)
+    call = partial(attend, *arrays, seen, precision=precision, asked=words)
+    if module is not None:
+        # The weights that a module keeps are those before dropout: dropout asks for a second call.
+        found = call(return_weights=True, counted=dropout is None)
+        _keep_weights(module, flat, found)
+        if dropout is None:
+            return flat.back(found.output)
+    return flat.back(call(dropout=dropout).output)
+
+
+def _keyed(rate: float, key: Array | None, shared: bool) -> KeyedDropout | None:
+    if rate == 0:
+        return None
+    if key is None:
+        raise ValueError(f"dropout_rate={rate} needs a key; got dropout_rng=None")
+    kind = SharedDropout if shared else KeyedDropout
+    return kind(rate, key_data(key))
+
+
+def _keep_weights(module: Any, flat: Flat, found: Outputs) -> None:
+    """Save the weights in a module, as it asks for with `sow_weights=True`."""
     kind = nnx.Intermediate if isinstance(module, nnx.Module) else "intermediates"
-    assert found.weights is not None  # they were asked for
+    assert found.weights is not None, "they were asked for"
     module.sow(kind, "attention_weights", flat.back(found.weights))
-    if dropout is not None:
-        found = call(dropout=dropout)
-    return flat.back(found.output)
 
 
 def _flat(query: Array, key: Array, value: Array) -> Flat:

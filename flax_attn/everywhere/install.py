@@ -27,12 +27,12 @@ class Installation:
     """
 
     def __init__(self, targets: Sequence[Target]):
+        # `enter` undoes itself by `leave`, and holds the lock meanwhile.
         self._lock = RLock()
         self._users = 0
         self._redirections: dict[Place, Redirection] = {}
         self._targets = targets
-        modules = {place.module for target in targets for place in target.places}
-        self._hook = _Hook(self, modules)
+        self._hook = _Hook(self, targets)
         self._warned: set[str] = set()
 
     def enter(self) -> None:
@@ -44,6 +44,7 @@ class Installation:
             try:
                 for target in self._targets:
                     self._install(target)
+            # Also when the user interrupts it: the block is not entered then, nor ever left.
             except BaseException:
                 self.leave()
                 raise
@@ -65,31 +66,35 @@ class Installation:
             if not self._users:
                 return
             for target in self._targets:
-                if module in {place.module for place in target.places}:
+                if module in target.modules:
                     self._install(target)
 
     def _install(self, target: Target) -> None:
+        """Redirect the places of a target that are imported, and not redirected before."""
         for place in target.places:
             module = sys.modules.get(place.module)
-            if module is None or place in self._redirections or not self._known(target):
+            if module is None or place in self._redirections:
                 continue
+            # The version can be read once the target is imported, and not before.
+            version = target.unknown_version()
+            if version is not None:
+                self._warn(target, version)
+                return
             function = plain_function(_attribute(module, place.path))
             hook = partial(dispatch, target.name, place)
             self._redirections[place] = redirect(function, hook)
 
-    def _known(self, target: Target) -> bool:
-        version = target.unknown_version()
-        if version is None:
-            return True
-        if target.name not in self._warned:
-            self._warned.add(target.name)
-            warnings.warn(
-                f"flax_attn.everywhere knows {target.package} {target.versions}, and leaves"
-                f" {target.name} of {target.package} {version} alone. Install a version that it"
-                " knows, or pass an adapter of flax_attn.adapters by hand",
-                stacklevel=2,
-            )
-        return False
+    def _warn(self, target: Target, version: str) -> None:
+        """Warn, once, that a version of a target is not known."""
+        if target.name in self._warned:
+            return
+        self._warned.add(target.name)
+        warnings.warn(
+            f"flax_attn.everywhere knows {target.package} {target.versions}, and leaves"
+            f" {target.name} of {target.package} {version} alone. Install a version that it"
+            " knows, or pass an adapter of flax_attn.adapters by hand",
+            stacklevel=2,
+        )
 
 
 def _attribute(module: ModuleType, path: str) -> Any:
@@ -102,12 +107,13 @@ def _attribute(module: ModuleType, path: str) -> Any:
 class _Hook(MetaPathFinder):
     """Finds modules as others find them, and tells an installation when one has been imported."""
 
-    def __init__(self, installation: Installation, modules: set[str]):
+    def __init__(self, installation: Installation, targets: Sequence[Target]):
         self._installation = installation
-        self._modules = modules
+        self._modules = {module for target in targets for module in target.modules}
         self._finding: set[str] = set()
 
     def find_spec(self, fullname, path=None, target=None):
+        # The other finders are asked by a call that comes here once more.
         if fullname not in self._modules or fullname in self._finding:
             return None
         self._finding.add(fullname)
@@ -131,7 +137,8 @@ class _Then(Loader):
         return self._loader.create_module(spec)
 
     def exec_module(self, module):
-        assert module.__spec__ is not None  # it is being imported
+        assert module.__spec__ is not None, "it is being imported"
+        # Whoever asks the module for its loader later, as `inspect` does, finds the one it had.
         module.__spec__.loader = self._loader
         module.__loader__ = self._loader
         self._loader.exec_module(module)

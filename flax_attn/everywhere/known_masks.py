@@ -17,7 +17,7 @@ from flax_attn.functional.mask_parts import Dense
 from flax_attn.functional.masks import Mask
 
 # A causal mask takes about ten operations; more are those of a model, which end in its inputs.
-_MOST = 64
+_MOST_OPERATIONS = 64
 _NO_MESH = AbstractMesh((), ())
 
 
@@ -34,6 +34,7 @@ def with_known(mask: Mask, t: int, s: int) -> Mask:
     """
     found = Mask()
     for part in mask.parts:
+        # One that is broadcast along queries or keys is no causal one.
         if isinstance(part, Dense) and part.array.shape[-2:] == (t, s):
             found = found & _simpler(part.array)
         else:
@@ -42,16 +43,19 @@ def with_known(mask: Mask, t: int, s: int) -> Mask:
 
 
 def _simpler(array: Array) -> Mask:
+    """Return the mask of an array, with its causal part as one that needs no array."""
     if _depends_on_no_input(array):
         # On no mesh: it may be one of devices that are only described.
         with use_abstract_mesh(_NO_MESH):
             if makes_causal(array):
                 return Mask.causal(0)
     made = _made_by(array)
+    # Padding depends on an input, and libraries combine it with the causal mask in one array.
     if made is not None and made.primitive.name == "and":
-        halves = [_simpler(half) for half in made.in_tracers]
-        if any(not isinstance(part, Dense) for half in halves for part in half.parts):
-            return halves[0] & halves[1]
+        first, second = (_simpler(half) for half in made.in_tracers)
+        both = first & second
+        if not all(isinstance(part, Dense) for part in both.parts):
+            return both
     return Mask.dense(array)
 
 
@@ -61,13 +65,17 @@ def _made_by(x: Any) -> Any:
 
 
 def _depends_on_no_input(array: Any) -> bool:
+    # By identity: operations of a function in tracing need not have a hash.
     seen, left = set(), [lowered(array)]
     while left:
         x = left.pop()
-        made = _made_by(x)
-        if not isinstance(x, Tracer) or id(made) in seen:
+        if not isinstance(x, Tracer):
             continue
-        if made is None or made.effects or len(seen) == _MOST:
+        made = _made_by(x)
+        if id(made) in seen:
+            continue
+        # An input is a tracer that no operation has made.
+        if made is None or made.effects or len(seen) == _MOST_OPERATIONS:
             return False
         seen.add(id(made))
         left += [lowered(operand) for operand in made.in_tracers]

@@ -41,6 +41,7 @@ class Step:
 
     def run(self, operands: Sequence[Any]) -> Sequence[Any]:
         """Return the results."""
+        # Functions among the parameters are stored in another form than `bind` takes.
         options = self.primitive.get_bind_params(dict(self.options))
         results = self.primitive.bind(*operands, **options)
         return results if self.primitive.multiple_results else [results]
@@ -67,7 +68,8 @@ class Program:
         constants = self.numbers | arrays
         values: dict[Place, Any] = {(_CONSTANT, i): x for i, x in constants.items()}
         for i, step in enumerate(self.steps):
-            results = step.run([values[place] for place in step.operands])
+            operands = [values[place] for place in step.operands]
+            results = step.run(operands)
             values |= {(i, j): x for j, x in enumerate(results)}
         return values[self.result]
 
@@ -76,21 +78,31 @@ def makes_causal(array: Any) -> bool:
     """Return whether an array that depends on no input, in tracing or not, is the causal mask."""
     recorder = _Recorder()
     result = recorder.place_of(array)
-    constants = dict(enumerate(recorder.constants))
-    if not all(map(_is_at_hand, constants.values())):
+    constants = recorder.constants
+    if not all(map(_is_at_hand, constants)):
         return False
-    numbers = {i: x for i, x in constants.items() if jnp.ndim(x) == 0}
-    arrays = {i: np.asarray(x) for i, x in constants.items() if i not in numbers}
-    kinds = tuple(map(_kind, constants.values()))
+    # Numbers are built into a program, which XLA simplifies then. Arrays are given at each run, so
+    # that a program does not keep them.
+    numbers, arrays = {}, {}
+    for i, x in enumerate(constants):
+        if jnp.ndim(x) == 0:
+            numbers[i] = x
+        else:
+            arrays[i] = np.asarray(x)
+    kinds = tuple(map(_kind, constants))
     program = Program(tuple(recorder.steps), result, kinds, numbers)
     try:
         hash(program)
-    except TypeError:  # a parameter of an operation has no hash
+    # A parameter of an operation has no hash: the program is not found again.
+    except TypeError:
         return bool(_compiled.__wrapped__(program)(arrays))
-    return bool(_compiled(program)(arrays)) if arrays else _answer(program)
+    if not arrays:
+        return _answer(program)
+    return bool(_compiled(program)(arrays))
 
 
 def _is_at_hand(x: Any) -> bool:
+    # NumPy has no keys of random numbers, nor the parts of an array that other processes hold.
     if jnp.issubdtype(jnp.result_type(x), jax.dtypes.extended):
         return False
     return not isinstance(x, jax.Array) or x.is_fully_addressable
@@ -98,7 +110,10 @@ def _is_at_hand(x: Any) -> bool:
 
 def _kind(x: Any) -> Any:
     kind = jnp.shape(x), jnp.result_type(x)
-    return (*kind, np.asarray(x).tobytes()) if jnp.ndim(x) == 0 else kind
+    if jnp.ndim(x) > 0:
+        return kind
+    # Its bytes: NaN is not equal to itself, and -0 is equal to 0.
+    return (*kind, np.asarray(x).tobytes())
 
 
 @lru_cache(maxsize=256)
@@ -113,10 +128,12 @@ def _compiled(program: Program) -> Any:
     It is one loop of XLA, which keeps no array of all queries and keys, and is compiled ahead: so
     it runs at once, also where JAX is tracing.
     """
-    shapes = {
-        i: jax.ShapeDtypeStruct(*kind) for i, kind in enumerate(program.kinds) if len(kind) == 2
-    }
-    return jax.jit(lambda arrays: _equals_causal(program(arrays))).lower(shapes).compile()
+    shapes = {}
+    for i, kind in enumerate(program.kinds):
+        if i not in program.numbers:
+            shapes[i] = jax.ShapeDtypeStruct(*kind)
+    is_causal = jax.jit(lambda arrays: _equals_causal(program(arrays)))
+    return is_causal.lower(shapes).compile()
 
 
 def _equals_causal(values: Array) -> Array:
@@ -144,36 +161,47 @@ class _Recorder:
         if not isinstance(x, Tracer):
             return self._constant(x)
         made: Any = x.parent
+        # Written down once, though several may read its results.
         if id(made) not in self._made:
             operands = [self.place_of(operand) for operand in made.in_tracers]
-            self._made[id(made)] = self._record(made, made.params, operands)
-        return self._made[id(made)][made.outvars.index(x.val)]
+            self._made[id(made)] = self._record(made, operands)
+        results = self._made[id(made)]
+        return results[made.outvars.index(x.val)]
 
     def _constant(self, x: Any) -> Place:
         self.constants.append(x)
         return _CONSTANT, len(self.constants) - 1
 
-    def _record(self, made: Any, params: dict[str, Any], operands: list[Place]) -> list[Place]:
-        if made.primitive.name in _COMPILED:
-            return self._inside(params["jaxpr"], operands)
-        if made.primitive.name in _PLACED:
+    def _record(self, made: Any, operands: list[Place]) -> list[Place]:
+        """Return the places of the results of an operation."""
+        name = made.primitive.name
+        if name in _COMPILED:
+            return self._inside(made.params["jaxpr"], operands)
+        if name in _PLACED:
             return operands
-        options = {name: None if isinstance(x, Sharding) else x for name, x in params.items()}
+        options = dict(made.params)
+        for option, value in made.params.items():
+            # Where an array lies is no part of its values, and a mesh need not be of this machine.
+            if isinstance(value, Sharding):
+                options[option] = None
         step = Step(made.primitive, tuple(sorted(options.items())), tuple(operands))
         self.steps.append(step)
-        return [(len(self.steps) - 1, j) for j in range(len(made.outvars))]
+        number = len(self.steps) - 1
+        return [(number, j) for j in range(len(made.outvars))]
 
     def _inside(self, function: Any, operands: list[Place]) -> list[Place]:
+        """Return the places of the results of a function that is compiled as a part."""
         jaxpr = function.jaxpr
-        places = dict(zip(jaxpr.invars, operands, strict=True))
-        constants = map(self._constant, function.consts)
-        places |= dict(zip(jaxpr.constvars, constants, strict=True))
+        constants = [self._constant(x) for x in function.consts]
+        inputs = [*jaxpr.invars, *jaxpr.constvars]
+        places = dict(zip(inputs, operands + constants, strict=True))
 
         def place(x: Any) -> Place:
+            # A literal has its value with it, and a variable does not.
             return self._constant(x.val) if hasattr(x, "val") else places[x]
 
         for equation in jaxpr.eqns:
             given = [place(x) for x in equation.invars]
-            found = self._record(equation, equation.params, given)
+            found = self._record(equation, given)
             places |= dict(zip(equation.outvars, found, strict=True))
         return [place(x) for x in jaxpr.outvars]

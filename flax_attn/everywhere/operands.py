@@ -1,4 +1,4 @@
-"""What replacements ask of the arrays of other libraries."""
+"""What replacements ask of the arrays and the layers of other libraries."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ def check_floats(*arrays: Any) -> None:
     A layer asks before it projects them, and so does nothing that the original would do again.
     """
     for array in arrays:
+        # Kernels take no 8 bits: other libraries scale such arrays by hand, or use them by mistake.
         dtype = jnp.result_type(array)
         if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize == 1:
             raise LeftAlone(f"it computes with {dtype.name}")
@@ -25,3 +26,8 @@ def promoted(*arrays: Array) -> list[Array]:
     """Return arrays in the dtype that JAX would multiply them in."""
     dtype = jnp.result_type(*arrays)
     return [x.astype(dtype) for x in arrays]
+
+
+def class_name(part: Any) -> str:
+    """Return the module and the name of the class of a part that a layer holds."""
+    return f"{type(part).__module__}.{type(part).__name__}"

@@ -42,26 +42,37 @@ def redirect(function: FunctionType, hook: Callable[..., Any]) -> Redirection:
     """Let calls of a function be `hook(original, *args, **kwargs)`."""
     original = _copy(function)
     found = Redirection(function, function.__code__, vars(function).get("__signature__"))
-    function.__signature__ = inspect.signature(function)  # of the old code, for who asks
+    # The signature of the old code, for who asks: the new code takes all arguments.
+    function.__signature__ = inspect.signature(function)
     function.__code__ = _code(function, functools.partial(hook, original))
     return found
 
 
 def plain_function(value: Any) -> FunctionType:
     """Return the function of Python inside all wrappers of a method, or raise `TypeError`."""
-    names = ("method", "__func__", "__wrapped__")
     while not isinstance(value, FunctionType):
-        inner = [vars(value)[name] for name in names if name in getattr(value, "__dict__", ())]
-        if not inner:
-            raise TypeError(f"no function of Python, whose code can be changed; got {value!r}")
-        value = inner[0]
+        value = _wrapped(value)
     # Haiku's wrapper opens the scope that names what is made inside.
     return inspect.unwrap(value)
 
 
+def _wrapped(value: Any) -> Any:
+    # Not by `getattr`: a wrapper of a class may answer for what it wraps.
+    attributes = getattr(value, "__dict__", {})
+    for name in ("method", "__func__", "__wrapped__"):
+        if name in attributes:
+            return attributes[name]
+    raise TypeError(f"no function of Python, whose code can be changed; got {value!r}")
+
+
 def _copy(function: FunctionType) -> FunctionType:
-    parts = function.__globals__, function.__name__, function.__defaults__, function.__closure__
-    copy = FunctionType(function.__code__, *parts)
+    copy = FunctionType(
+        function.__code__,
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
     copy.__kwdefaults__ = function.__kwdefaults__
     copy.__qualname__ = function.__qualname__
     return copy
@@ -73,6 +84,7 @@ def _code(function: FunctionType, hook: Callable[..., Any]) -> CodeType:
     The hook is a constant of the code, so that a call that has begun in another thread finds it
     when the function has its own code again.
     """
+    # Python refuses code that has another number of them than the old code.
     free = [f"free{i}" for i in range(len(function.__code__.co_freevars))]
     lines = [
         "def outer():",
@@ -87,6 +99,7 @@ def _code(function: FunctionType, hook: Callable[..., Any]) -> CodeType:
     exec("\n".join(lines), names)
     code = names["outer"]().__code__
     constants = tuple(hook if one == _HOOK else one for one in code.co_consts)
+    # Profiles and tracebacks name the function that was called.
     return code.replace(
         co_consts=constants,
         co_filename=function.__code__.co_filename,

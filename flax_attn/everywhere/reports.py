@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import groupby
 from operator import attrgetter
 
 _OURS = {"flax_attn", "attn_spec", "jaxtyping"}
@@ -77,16 +78,17 @@ class Report:
             lines.append(
                 "No call was traced: what was compiled in an earlier block is not counted."
             )
-        before = None
-        for entry in sorted(self.counts, key=attrgetter("line", "place")):
-            if entry.line != before:
-                lines.append(entry.line)
-            before = entry.line
-            lines.append(f"  {self.counts[entry]:3} x {entry}")
+        # Calls of one line of the source stand together below it.
+        entries = sorted(self.counts, key=attrgetter("line", "place"))
+        for line, calls in groupby(entries, attrgetter("line")):
+            lines.append(line)
+            lines += [f"  {self.counts[entry]:3} x {entry}" for entry in calls]
         return "\n".join(lines)
 
 
-PROGRAM = Report()  # all calls since the program began
+# All calls since the program began.
+PROGRAM = Report()
+# Blocks of other threads do not count the calls of this one.
 _THREAD = threading.local()
 
 
@@ -116,6 +118,11 @@ def add(entry: Entry) -> None:
         report.counts[entry] += 1
 
 
+def add_left_alone(place: str, reason: str) -> None:
+    """Count a call that its library computes."""
+    add(Entry(user_place(), place, reason=reason))
+
+
 def _asks_for_shapes() -> bool:
     """Return whether Keras traces a model for its shapes alone, before it traces it to run it."""
     scopes = sys.modules.get("keras.src.backend.common.symbolic_scope")
@@ -124,10 +131,11 @@ def _asks_for_shapes() -> bool:
 
 def user_place() -> str:
     """Return file and line of the innermost function that is of no library."""
+    # `traceback.extract_stack` would read the source of every frame, at every call.
     frame = sys._getframe(1)
     own = None
     while frame is not None:
-        package = frame.f_globals.get("__name__", "").partition(".")[0]
+        package = package_of(frame.f_globals.get("__name__", ""))
         line = f"{frame.f_code.co_filename}:{frame.f_lineno}"
         if package not in _LIBRARIES:
             return line
@@ -136,6 +144,11 @@ def user_place() -> str:
             own = line
         frame = frame.f_back
     return own or "unknown"
+
+
+def package_of(module: str) -> str:
+    """Return the name of the package that a module is in."""
+    return module.partition(".")[0]
 
 
 def _text(size: int) -> str:

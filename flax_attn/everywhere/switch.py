@@ -46,11 +46,12 @@ class Block:
         report, context = Report(), CONTEXT(self._settings)
         reports.open_reports().append(report)
         context.__enter__()
-        self._entered.append((report, context))
+        # A stack: a block that was kept in a variable may be entered inside itself.
+        self._entered.append(context)
         return report
 
     def __exit__(self, *error: object) -> None:
-        _, context = self._entered.pop()
+        context = self._entered.pop()
         context.__exit__(*error)
         reports.open_reports().pop()
         if self._settings.targets:
@@ -99,6 +100,7 @@ def _chosen(targets: Any) -> tuple[str, ...]:
                 f"target {name!r} is not installed: there is no package {target.package!r}. Install"
                 " it, or leave it out of the targets"
             )
+    # In one order: settings of the same targets are equal, and share what JAX has compiled.
     return tuple(name for name in NAMES if name in targets)
 
 
@@ -126,6 +128,7 @@ def _set_program(settings: Settings) -> Settings:
     _check_no_trace()
     before = CONTEXT.get_global()
     _check_same(before, settings)
+    # One is entered before the other is left: what both need is never undone in between.
     if settings.targets:
         INSTALLATION.enter()
     CONTEXT.set_global(settings)

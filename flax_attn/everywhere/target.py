@@ -61,6 +61,11 @@ class Target:
     distribution: str = ""
 
     @property
+    def modules(self) -> set[str]:
+        """The names of the modules that its places are in."""
+        return {place.module for place in self.places}
+
+    @property
     def installed(self) -> bool:
         """Whether it can be imported; it is not imported to find out."""
         return self.package in sys.modules or find_spec(self.package) is not None

@@ -10,7 +10,7 @@ from jax.core import Tracer
 from jaxtyping import Array
 
 from flax_attn.everywhere.core import attend, refusals
-from flax_attn.everywhere.operands import check_floats, promoted
+from flax_attn.everywhere.operands import check_floats, class_name, promoted
 from flax_attn.everywhere.target import LeftAlone, Place, Target
 from flax_attn.everywhere.words import asked_for
 from flax_attn.functional.dropout import KeyedDropout
@@ -42,6 +42,7 @@ def multihead_attention(
     if mask is not None and mask.shape not in (scores, scores[1:]):
         raise LeftAlone(f"a mask {mask.shape} does not fit scores {scores}")
     dropout = _keyed(layer.dropout, key, inference)
+    # All is refused by now: the original would project once more.
     query = layer._project(layer.query_proj, query)
     key_ = layer._project(layer.key_proj, key_)
     value = layer._project(layer.value_proj, value)
@@ -49,9 +50,12 @@ def multihead_attention(
         given = query, key_, value
         query, key_, value = process_heads(*given)
         _check_heads((query, key_, value), given)
-    mask = None if mask is None else mask.reshape(1, -1, *scores[1:])
+    if mask is not None:
+        # One for all heads has no axis of heads.
+        mask = mask.reshape(1, -1, *scores[1:])
     output = _attend(query, key_, value, mask, dropout)
-    return jax.vmap(layer.output_proj)(output.reshape(scores[1], -1))
+    heads_joined = output.reshape(len(query), -1)
+    return jax.vmap(layer.output_proj)(heads_joined)
 
 
 def _check_heads(heads: tuple[Array, ...], given: tuple[Array, ...]) -> None:
@@ -81,10 +85,14 @@ def dot_product_attention(
     scores = len(query), len(key_)
     if mask is not None and mask.shape != scores:
         raise LeftAlone(f"a mask {mask.shape} does not fit scores {scores}")
-    dropout = None if dropout is None else _keyed(dropout, key, inference)
-    mask = None if mask is None else mask[None, None]
+    if dropout is not None:
+        dropout = _keyed(dropout, key, inference)
+    if mask is not None:
+        mask = mask[None, None]
+    # The layer maps it over its heads: each call has one.
     query, key_, value = (x[:, None] for x in (query, key_, value))
-    return _attend(query, key_, value, mask, dropout)[:, 0]
+    output = _attend(query, key_, value, mask, dropout)
+    return output[:, 0]
 
 
 def _attend(
@@ -94,18 +102,23 @@ def _attend(
     mask: Array | None,
     dropout: KeyedDropout | None,
 ) -> Array:
+    # Equinox has no axis of batches: users map a layer over them by `jax.vmap`.
     query, key, value = (x[None] for x in promoted(query, key, value))
-    mask = None if mask is None else mask.astype(bool)
+    if mask is not None:
+        mask = mask.astype(bool)
     asked = asked_for(query, key, mask=mask, dropout=dropout)
-    return attend(query, key, value, mask=mask, dropout=dropout, asked=asked).output[0]
+    outputs = attend(query, key, value, mask=mask, dropout=dropout, asked=asked)
+    return outputs.output[0]
 
 
 def _keyed(dropout: Any, key: Array | None, inference: bool | None) -> KeyedDropout | None:
     """Return the dropout of a layer; None where it drops nothing."""
-    name = f"{type(dropout).__module__}.{type(dropout).__name__}"
+    # By name, as Equinox need not be imported where no layer of it is used.
+    name = class_name(dropout)
     if name != "equinox.nn._dropout.Dropout":
         raise LeftAlone(f"its dropout is a {name}")
-    inference = dropout.inference if inference is None else inference
+    if inference is None:
+        inference = dropout.inference
     if isinstance(inference, Tracer) or not isinstance(dropout.p, int | float):
         raise LeftAlone("its dropout is not known before tracing")
     if inference or dropout.p == 0:

@@ -27,24 +27,34 @@ def multi_head_attention(
     """Return what a call of `haiku.MultiHeadAttention` returns."""
     # All is refused before modules are made: the original would make others of the same names.
     check_floats(query, key, value)
-    leading, t = query.shape[:-2], query.shape[-2]
+    leading, t, s = query.shape[:-2], query.shape[-2], key.shape[-2]
     if not leading == key.shape[:-2] == value.shape[:-2]:
         raise LeftAlone("query, key and value have different leading axes")
     if mask is not None:
         mask = jnp.asarray(mask).astype(bool)
-        _check_mask(mask, (*leading, module.num_heads, t, key.shape[-2]))
+        _check_mask(mask, (*leading, module.num_heads, t, s))
     query = module._linear_projection(query, module.key_size, "query")
     key = module._linear_projection(key, module.key_size, "key")
     value = module._linear_projection(value, module.value_size, "value")
-    flat = Flat(leading)
-    heads = [x.reshape(-1, *x.shape[-3:]) for x in promoted(query, key, value)]
-    asked = asked_for(*heads[:2], mask=mask)
-    mask = None if mask is None else flat.of(mask)
-    output = attend(*heads, mask=mask, asked=asked).output
+    # Without leading axes there is a batch of one all the same.
+    query, key, value = (x.reshape(-1, *x.shape[-3:]) for x in promoted(query, key, value))
+    asked = asked_for(query, key, mask=mask)
+    if mask is not None:
+        mask = Flat(leading).of(mask)
+    output = attend(query, key, value, mask=mask, asked=asked).output
+    heads_joined = output.reshape(*leading, t, -1)
+    return _output_projection(module)(heads_joined)
+
+
+def _output_projection(module: Any) -> Callable[[Array], Array]:
+    """Return the last layer, which takes its name from where it is made: inside the module."""
     linear = import_module("haiku").Linear
-    biases = {"with_bias": module.with_bias, "b_init": module.b_init}
-    project = linear(module.model_size, w_init=module.w_init, **biases)
-    return project(output.reshape(*leading, t, -1))
+    return linear(
+        module.model_size,
+        with_bias=module.with_bias,
+        w_init=module.w_init,
+        b_init=module.b_init,
+    )
 
 
 def _check_mask(mask: Array, scores: tuple[int, ...]) -> None:

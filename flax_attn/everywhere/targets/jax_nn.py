@@ -43,15 +43,16 @@ def dot_product_attention(
         if value.shape != key.shape:
             raise ValueError(f"key {key.shape} and value {value.shape} have different shapes")
         b = query.shape[0] if query.ndim == 4 else 1
-        lengths = {"query": query_seq_lengths, "key": key_value_seq_lengths}
-        lengths = {name: _lengths(x, b) for name, x in lengths.items() if x is not None}
-        hidden = Mask() if mask is None else Mask.dense(_boolean(mask))
+        given = {"query": query_seq_lengths, "key": key_value_seq_lengths}
+        lengths = {name: _lengths(x, b) for name, x in given.items() if x is not None}
+        seen = Mask() if mask is None else Mask.dense(_boolean(mask))
+        # Both count from the first key also where there are fewer queries than keys.
         if is_causal:
-            hidden = hidden & Mask.causal(0)
+            seen = seen & Mask.causal(0)
         if local_window_size is not None:
-            hidden = hidden & _window(local_window_size)
+            seen = seen & _window(local_window_size)
         if "key" in lengths:
-            hidden = hidden & Mask.lengths(key=lengths["key"])
+            seen = seen & Mask.lengths(key=lengths["key"])
     words = asked_for(
         query,
         key,
@@ -62,12 +63,14 @@ def dot_product_attention(
         lengths=lengths,
         scale=scale,
     )
-    output = attend(query, key, value, bias, hidden, scale=scale, asked=words).output
+    output = attend(query, key, value, bias, seen, scale=scale, asked=words).output
     if "query" not in lengths:
         return output
     # Padding is zero, where a row that sees no key is a mean.
-    real = jnp.arange(query.shape[-3], dtype=jnp.int32)[None] < lengths["query"][:, None]
-    return jnp.where(real.reshape(*output.shape[:-2], 1, 1), output, 0)
+    rows = jnp.arange(query.shape[-3], dtype=jnp.int32)
+    real = rows < lengths["query"][:, None]
+    real = real.reshape(*output.shape[:-2], 1, 1)
+    return jnp.where(real, output, 0)
 
 
 def _boolean(mask: Any) -> Array:

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from flax_attn.everywhere.core import attend
-from flax_attn.everywhere.empty_rows import empty_rows
-from flax_attn.everywhere.operands import check_floats, promoted
+from flax_attn.everywhere.empty_rows import empty_rows, fill_rows
+from flax_attn.everywhere.operands import check_floats, class_name, promoted
 from flax_attn.everywhere.target import LeftAlone, Place, Target
 from flax_attn.everywhere.words import asked_for
 from flax_attn.functional.dropout import KeyedDropout
@@ -117,8 +117,8 @@ def _attend_in_layer(
     mask = Mask.causal(0) if request.causal else Mask()
     if request.mask is not None:
         mask = mask & _four_axes(request.mask, request.explicit)
+    # Last of all refusals: it takes a key out of the layer's stream.
     dropout = _keyed(layer._dropout_layer, request.rate) if training else None
-    options = {"scale": request.scale, "dropout": dropout}
     asked = asked_for(
         query,
         key,
@@ -128,7 +128,14 @@ def _attend_in_layer(
         weights=request.scores,
     )
     found = attend(
-        query, key, value, mask=mask, asked=asked, return_weights=request.scores, **options
+        query,
+        key,
+        value,
+        mask=mask,
+        asked=asked,
+        return_weights=request.scores,
+        scale=request.scale,
+        dropout=dropout,
     )
     if request.explicit:
         found = _zero_where_empty(found, mask, query, key)
@@ -138,31 +145,30 @@ def _attend_in_layer(
 def _zero_where_empty(found: Outputs, mask: Mask, query: Array, key: Array) -> Outputs:
     b, t, n, _ = query.shape
     empty = empty_rows(mask, b, n, t, key.shape[1])
-    if empty is None:
-        return found
-    output = jnp.where(empty.swapaxes(1, 2), 0, found.output)
-    weights = None if found.weights is None else jnp.where(empty, 0, found.weights)
-    return Outputs(output, weights)
+    return found if empty is None else fill_rows(found, empty, 0, 0.0)
 
 
 def _check_layer(layer: Any, kind: Any) -> None:
-    if import_module("keras").backend.backend() != "jax":
+    """Raise `LeftAlone` if a layer computes with parts that others have put in."""
+    keras = import_module("keras")
+    if keras.backend.backend() != "jax":
         raise LeftAlone("Keras does not compute with JAX")
     if type(layer)._masked_softmax is not kind._masked_softmax:
         raise LeftAlone("it overrides _masked_softmax")
-    for name, expected in _PARTS.items():
-        part = type(getattr(layer, name))
-        found = f"{part.__module__}.{part.__name__}"
+    for attribute, expected in _PARTS.items():
+        part = getattr(layer, attribute)
+        found = class_name(part)
         if found != expected:
-            raise LeftAlone(f"its {name} is a {found}")
+            raise LeftAlone(f"its {attribute} is a {found}")
 
 
 def _training(training: bool | None) -> bool:
     """Return whether a layer trains: as it is told, or else as the layers around it are."""
     if training is None:
+        # Keras passes an argument of a model on to the layers inside by this context.
         state = import_module("keras.src.backend.common.global_state")
         context = state.get_global_attribute("current_call_ctx")
-        training = context.get_value("training") if context is not None else False
+        training = context is not None and context.get_value("training")
     return bool(training)
 
 
@@ -185,8 +191,10 @@ def _four_axes(mask: Array, explicit: bool) -> Array:
     not 0.
     """
     mask = jnp.asarray(mask)
-    if mask.dtype != bool:
-        mask = mask > jnp.asarray(0.5, mask.dtype) if explicit else mask.astype(bool)
+    if explicit and mask.dtype != bool:
+        # In the dtype of the mask, in which 0.5 is 0 for whole numbers.
+        mask = mask > jnp.asarray(0.5, mask.dtype)
+    mask = mask.astype(bool)
     while mask.ndim < 4:
         mask = jnp.expand_dims(mask, -3)
     return mask
@@ -207,12 +215,14 @@ def dot_product_attention(
     """Return what `keras.ops.dot_product_attention` returns."""
     if attn_logits_soft_cap is not None:
         raise LeftAlone("attn_logits_soft_cap= means one formula in the docs and one in the kernel")
+    # Lists, and variables of Keras, become arrays as they would inside the original.
     convert = import_module("keras.src.backend.jax.core").convert_to_tensor
     query, key, value = (convert(x) for x in (query, key, value))
     check_floats(query, key, value)
     for name, array in {"bias": bias, "mask": mask}.items():
-        if array is not None and jnp.ndim(array) != 4:
-            raise LeftAlone(f"its {name} has {jnp.ndim(array)} axes, whose order is not said")
+        axes = 4 if array is None else jnp.ndim(array)
+        if axes != 4:
+            raise LeftAlone(f"its {name} has {axes} axes, whose order is not said")
     if not query.ndim == key.ndim == value.ndim == 4:
         raise LeftAlone("query, key and value must have 4 axes")
     query, key, value = promoted(query, key, value)
@@ -222,7 +232,8 @@ def dot_product_attention(
     if bias is not None:
         bias = convert(bias, dtype=query.dtype)
     asked = asked_for(query, key, causal=is_causal, mask=mask, bias=bias)
-    return attend(query, key, value, bias, seen, scale=scale, asked=asked).output
+    outputs = attend(query, key, value, bias, seen, scale=scale, asked=asked)
+    return outputs.output
 
 
 TARGET = Target(

@@ -16,6 +16,7 @@ from flax_attn.everywhere.flax_attention import (
 )
 from flax_attn.everywhere.target import LeftAlone, Place, Target
 
+# Arguments by which a caller replaces the two products, with quantized ones for example.
 _PRODUCTS = "einsum_dot_general", "qk_attn_weights_einsum", "attn_weights_value_einsum"
 
 
@@ -28,8 +29,10 @@ def dot_product_attention(original: Callable, *args: Any, **kwargs: Any) -> Arra
     for name in _PRODUCTS:
         if call.pop(name, None) is not None:
             raise LeftAlone(f"its products are computed by {name} of the caller")
-    heads = {jnp.shape(call[name])[-2:-1] for name in ("query", "key")}
-    if len(heads) > 1:
+    # Here fewer heads of keys would be shared by the queries.
+    query_heads = jnp.shape(call["query"])[-2:-1]
+    key_heads = jnp.shape(call["key"])[-2:-1]
+    if query_heads != key_heads:
         raise LeftAlone("query and key have different numbers of heads, which Linen refuses")
     return flax_attention(**call)
 
