@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from flax_attn.everywhere import reports
+from flax_attn.everywhere.context import in_use
 from flax_attn.everywhere.dispatch import PLACE
 
 # Their functions are counted, or left alone, where they are called.
@@ -14,7 +15,11 @@ _KNOWN = ("flax", "flax_attn")
 
 
 def note(function: Any) -> None:
-    """Count a function that is neither Flax's nor ours, and that called none of theirs."""
+    """Count a function that is neither Flax's nor ours, and that called none of theirs.
+
+    Raises:
+        ValueError: if there is one under `strict=True`.
+    """
     while isinstance(function, partial):
         function = function.func
     function = inspect.unwrap(function)
@@ -24,4 +29,8 @@ def note(function: Any) -> None:
         return
     name = getattr(function, "__qualname__", type(function).__name__)
     reason = f"attention_fn={name} is not Flax's; pass attention_fn=flax_attn.adapters.flax"
-    reports.add_left_alone(PLACE.get(), reason)
+    place = PLACE.get()
+    # Whether it calls Flax's attention is known after its call only.
+    if in_use().strict:
+        raise ValueError(f"{place} is left alone: {reason}, or strict=False to let it run")
+    reports.add_left_alone(place, reason)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
@@ -58,6 +59,8 @@ def empty_rows(mask: Mask, b: int, n: int, t: int, s: int) -> Empty | None:
     if not rest.parts:
         empty = start >= stop
         return empty[:, None, :, None]
+    # XLA would compute what it is asked of an array that is a constant, which takes seconds.
+    mask = jax.lax.optimization_barrier(mask)
     # XLA makes one loop of the mask and of what it is asked for, and keeps no array of all scores.
     rows, columns = jnp.arange(t), jnp.arange(s)
     visible = of_rank_4(mask.block(rows, columns))

@@ -34,6 +34,12 @@ class Block:
         if program:
             self._before = _set_program(settings)
 
+    def __repr__(self) -> str:
+        if self._before is not None:
+            return f"everywhere, on for the program with {self._settings}"
+        entered = "entered" if self._entered else "not entered: use it with `with`"
+        return f"everywhere, a block with {self._settings}, {entered}"
+
     def __enter__(self) -> Report:
         if self._before is not None:
             # What was on for the whole program is for this block alone.

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import linen, nnx
 from jax.nn import dot_product_attention  # by name, before any block
@@ -208,6 +209,42 @@ def test_strict_makes_what_is_left_alone_an_error():
     message = r"jax.nn.dot_product_attention is left alone: return_residual=True .* strict=False"
     with everywhere(strict=True), pytest.raises(ValueError, match=message):
         dot_product_attention(X, X, X, return_residual=True)
+
+
+def test_a_block_says_whether_it_is_on():
+    block = everywhere(targets=["jax.nn"])
+    settings = "everywhere, a block with targets=['jax.nn'], strict=False"
+    assert repr(block) == f"{settings}, not entered: use it with `with`"
+    with block:
+        assert repr(block) == f"{settings}, entered"
+    on = everywhere(True, targets=["jax.nn"])
+    everywhere(False)
+    assert repr(on) == "everywhere, on for the program with targets=['jax.nn'], strict=False"
+
+
+@pytest.mark.parametrize("shape", [(64,), (4, 8), (2, 3, 16, 4, 8)])
+def test_a_query_of_another_rank_is_left_to_the_original(shape):
+    x = jnp.ones(shape)
+    try:
+        expected = dot_product_attention(x, x, x)
+    except Exception as refused:
+        with everywhere() as report, pytest.raises(type(refused)):
+            dot_product_attention(x, x, x)
+    else:
+        with everywhere() as report:
+            found = dot_product_attention(x, x, x)
+        assert jnp.array_equal(found, expected)
+    (entry,) = report.left_alone
+    assert entry.reason == f"a query of rank {len(shape)}"
+
+
+def test_a_mask_that_is_a_constant_is_not_computed_with_by_the_compiler():
+    shown = np.random.default_rng(0).random((2, 1, 64, 64)) < 0.7
+    masked = jax.jit(lambda x: dot_product_attention(x, x, x, mask=jnp.asarray(shown)))
+    with everywhere():
+        program = masked.lower(jnp.ones((2, 64, 4, 8))).compile().as_text()
+    # Which rows see no key: XLA takes seconds for as many tokens as models have.
+    assert "reduce" in program
 
 
 def test_complex_numbers_are_left_alone():

@@ -405,7 +405,7 @@ def test_an_attention_function_of_the_user_is_noted():
     x = draw(B, T, D, dtype=np.float32)
     options = {"attention_fn": of_the_user, "param_dtype": jnp.float32}
     layers = nnx_layer(**options), linen_layer(**options)
-    with everywhere(strict=True) as report:
+    with everywhere() as report:
         layers[0](x)
         layers[1].init(jax.random.key(0), x)
     assert not report.taken
@@ -414,6 +414,13 @@ def test_an_attention_function_of_the_user_is_noted():
     assert places == [f"flax.{name}.__call__" for name in names]
     for entry in report.left_alone:
         assert "attention_fn=of_the_user is not Flax's" in entry.reason
+
+
+def test_an_attention_function_of_the_user_is_an_error_where_calls_have_to_be_taken():
+    layer = nnx_layer(attention_fn=of_the_user, param_dtype=jnp.float32)
+    message = "is left alone: attention_fn=of_the_user .* pass attention_fn=.*, or strict=False"
+    with everywhere(strict=True), pytest.raises(ValueError, match=message):
+        layer(draw(B, T, D, dtype=np.float32))
 
 
 def through_flax(*arguments, **options):

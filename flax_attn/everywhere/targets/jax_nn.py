@@ -40,6 +40,8 @@ def dot_product_attention(
         raise LeftAlone("return_residual=True asks for the logarithms of the sums")
     with refusals():
         query, key, value = (jnp.asarray(x) for x in (query, key, value))
+        if query.ndim not in (3, 4):
+            raise LeftAlone(f"a query of rank {query.ndim}")
         if value.shape != key.shape:
             raise ValueError(f"key {key.shape} and value {value.shape} have different shapes")
         b = query.shape[0] if query.ndim == 4 else 1
