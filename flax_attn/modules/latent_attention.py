@@ -97,7 +97,8 @@ class MultiHeadLatentAttention(HeadAttention):
             `dropout` lies outside [0, 1), `rope` does not fit, there is a window without `causal`,
             or form or backend is unknown; in the call, if the input has another rank or width or is
             longer than `context_length`, if mask, bias or positions do not fit, there are positions
-            without `rope`, or if the cache is that of another module or full.
+            without `rope`, if the cache is that of another module, or if more tokens come in one
+            call than it can hold.
 
     Example:
         >>> layer = MultiHeadLatentAttention(

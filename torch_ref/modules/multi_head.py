@@ -50,7 +50,8 @@ class MultiHeadAttention(HeadAttention):
             or backend is unknown; in the call, if an input has another rank or width or is longer
             than `context_length`, if the module is causal and t != s, if mask, bias or positions do
             not fit, if there is a key beside `rope` or a cache, or positions without `rope`, or if
-            the cache is full.
+            more tokens come in one call than the cache can hold. A row whose tokens fill the cache
+            over several calls becomes NaN: see `init_cache`.
 
     Example:
         >>> layer = MultiHeadAttention(6, 8, num_heads=4, num_kv_heads=2)
@@ -204,6 +205,10 @@ class MultiHeadAttention(HeadAttention):
         With `b` None it holds one sequence, without a batch axis. With a `window` it is a ring
         buffer: it keeps the last `capacity` tokens, and sequences have no end. `dtype` None is that
         of the key projection.
+
+        The lengths of a cache are arrays after the first call, and are not read. So a row whose
+        tokens do not fit raises no error: its outputs are NaN, its length is -1, and
+        `cache.invalid` is True.
         """
         return self._empty(b, capacity, dtype, self.W_key)
 
