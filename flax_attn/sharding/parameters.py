@@ -8,9 +8,11 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.core import Tracer
 from jax.sharding import NamedSharding
 from jaxtyping import PyTree
 
+from flax_attn.sharding.axes import place
 from flax_attn.sharding.parameter_axes import UNIT, check_mesh, specs
 from flax_attn.sharding.sharding_table import warn_of_whole
 
@@ -105,6 +107,9 @@ def shardings(tree: Any, mesh: Any) -> PyTree[NamedSharding]:
 def shard(tree: M, mesh: Any) -> M:
     """Place the arrays of a model or an optimizer on a mesh, as `shardings` says, and return it.
 
+    At the end of a step that you compile yourself, it keeps them there: else XLA may return
+    parameters that name no axes in other places, and compiles the step again for these.
+
     Warns of large parameters that stay whole on every device because their axes have no names.
 
     Raises:
@@ -124,6 +129,9 @@ def shard(tree: M, mesh: Any) -> M:
 
 
 def _put(array: Any, where: NamedSharding) -> Any:
+    # In a program, `jax.device_put` does not hold XLA to a place.
+    if isinstance(array, Tracer):
+        return place(array, where.mesh, where.spec)
     if not jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         return jax.device_put(array, where)
     # JAX puts keys on devices of this process alone, but their data on those of others, too.

@@ -165,3 +165,42 @@ def test_the_table_says_how_each_parameter_is_split():
     assert text.startswith("8.3 KiB over 8 devices (fsdp=2, tensor=4): 2.8 KiB on each")
     assert "norm.scale" in text
     assert text.count("whole") == sum(one.whole for one in rows.values())
+
+
+class Unnamed(nnx.Module):
+    """A layer whose product XLA divides in another way than `shard` does, if nothing holds it."""
+
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.up = nnx.Linear(16, 64, kernel_init=nnx.initializers.lecun_normal(), rngs=rngs)
+        self.down = nnx.Linear(64, 16, rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(nnx.relu(self.up(x)))
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_step_of_your_own_that_ends_with_shard_keeps_its_places(mesh_like, kept):
+    mesh = mesh_like(fsdp=2, tensor=4)
+    # Named nowhere but here, so that XLA divides the biases and what follows from them.
+    split = jax.NamedSharding(mesh, P("fsdp", "tensor"))
+
+    @nnx.jit
+    def step(model, x):
+        def loss(model):
+            hidden = jax.lax.with_sharding_constraint(model.up(x), split)
+            return (model.down(hidden) ** 2).sum()
+
+        gradients = nnx.grad(loss)(model)
+        state = nnx.state(model)
+        nnx.update(model, jax.tree.map(lambda x, g: x - 0.1 * g, state, gradients))
+        if kept:
+            shard(model, mesh)
+
+    with jax.set_mesh(mesh):
+        model = shard(Unnamed(), mesh)
+        before = jax.tree.map(lambda x: x.sharding, nnx.state(model))
+        step(model, jnp.ones((8, 16)))
+        after = nnx.state(model)
+    same = jax.tree.map(lambda x, to: x.sharding.is_equivalent_to(to, x.ndim), after, before)
+    assert all(jax.tree.leaves(same)) == kept
