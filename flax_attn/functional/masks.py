@@ -16,15 +16,15 @@ from jaxtyping import Array, Bool, Integer
 
 from attn_spec.checks import check_positive
 from attn_spec.function_checks import SEES, check_sees
-from attn_spec.mask_checks import check_window
+from attn_spec.mask_checks import check_window, refuse_operator
 from attn_spec.mask_text import check_printable, expression, picture
 from flax_attn.functional.block_summary import summarise
 from flax_attn.functional.kv_range import KVRange, Limit, Tiles
-from flax_attn.functional.mask_arguments import as_booleans, as_ids, as_integers
+from flax_attn.functional.mask_arguments import as_booleans, as_ids, as_integers, or_abstract
 from flax_attn.functional.mask_function import Where
 from flax_attn.functional.mask_part import Count, IntervalPart, MaskPart
 from flax_attn.functional.mask_parts import Causal, Dense, Lengths, Prefix, Segments, Window
-from flax_attn.functional.shapes import ArrayLike, Index, Visible
+from flax_attn.functional.shapes import ArrayLike, Index, MaskArray, Visible
 from flax_attn.functional.traced import trace
 
 
@@ -47,7 +47,8 @@ class Mask:
     parts: tuple[MaskPart, ...] = ()
 
     @staticmethod
-    def causal(offset: Count | ArrayLike | None = None) -> Mask:
+    @or_abstract
+    def causal(offset: Count | MaskArray | None = None) -> Mask:
         """Query `i` sees key `j` when `j <= offset + i`.
 
         The offset is 0 where t == s and must be given elsewhere.
@@ -55,8 +56,9 @@ class Mask:
         return Mask((Causal(offset=as_integers("offset", offset)),))
 
     @staticmethod
+    @or_abstract
     def window(
-        left: int | None, right: int | None, offset: Count | ArrayLike | None = None
+        left: int | None, right: int | None, offset: Count | MaskArray | None = None
     ) -> Mask:
         """Query at position `p` sees the keys from `p - left` to `p + right`, both included."""
         check_window(left=left, right=right)
@@ -66,13 +68,14 @@ class Mask:
         return Mask((Window(left, right, offset=as_integers("offset", offset)),))
 
     @staticmethod
-    def sliding_window(width: int, offset: Count | ArrayLike | None = None) -> Mask:
+    def sliding_window(width: int, offset: Count | MaskArray | None = None) -> Mask:
         """Causal, and `width` keys in all, the query's own included: `window(width - 1, 0)`."""
         check_positive(width=width)
         return Mask.window(width - 1, 0, offset)
 
     @staticmethod
-    def where(function: Callable, offset: Count | ArrayLike | None = None) -> Mask:
+    @or_abstract
+    def where(function: Callable, offset: Count | MaskArray | None = None) -> Mask:
         """Key `j` is seen from position `p = offset + i` when `function(b, n, p, j)`.
 
         The function is written for scalars: `b` is the row of the batch, `n` the query head. It is
@@ -98,8 +101,9 @@ class Mask:
         return Mask((Where(traced, offset=as_integers("offset", offset)),))
 
     @staticmethod
+    @or_abstract
     def lengths(
-        *, query: Count | ArrayLike | None = None, key: Count | ArrayLike | None = None
+        *, query: Count | MaskArray | None = None, key: Count | MaskArray | None = None
     ) -> Mask:
         """Hide padding: in row `b` the first `query[b]` queries and `key[b]` keys are real.
 
@@ -110,7 +114,8 @@ class Mask:
         return Mask((Lengths(*counts),))
 
     @staticmethod
-    def segments(query: ArrayLike, key: ArrayLike | None = None) -> Mask:
+    @or_abstract
+    def segments(query: MaskArray, key: MaskArray | None = None) -> Mask:
         """Packed documents: a query sees the keys that have its id.
 
         The ids are `(b, t)` for queries and `(b, s)` for keys, which have those of the queries if
@@ -119,13 +124,15 @@ class Mask:
         return Mask((Segments(*as_ids(query, key)),))
 
     @staticmethod
-    def prefix(length: Count | ArrayLike, offset: Count | ArrayLike | None = None) -> Mask:
+    @or_abstract
+    def prefix(length: Count | MaskArray, offset: Count | MaskArray | None = None) -> Mask:
         """Prefix-LM: causal, and the first `length` keys are open to every query."""
         count = as_integers("prefix length", length)
         return Mask((Prefix(count, offset=as_integers("offset", offset)),))
 
     @staticmethod
-    def dense(array: ArrayLike) -> Mask:
+    @or_abstract
+    def dense(array: MaskArray) -> Mask:
         """Any boolean array that broadcasts to `(b, n, t, s)`, True = attend.
 
         One of numbers is taken where its values are known and are 0 and 1, with at least one 1.
@@ -139,6 +146,14 @@ class Mask:
         return Mask(self.parts + as_mask(other).parts)
 
     __rand__ = __and__
+
+    def __or__(self, other: object) -> None:
+        refuse_operator("|")
+
+    __ror__ = __or__
+
+    def __invert__(self) -> None:
+        refuse_operator("~")
 
     def resolve(self, b: int, n: int, t: int, s: int) -> Mask:
         """Return the mask for a call of this size: default offsets filled in, shapes checked."""
