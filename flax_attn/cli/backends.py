@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from attn_spec.checks import DTYPES
 from flax_attn.cli import common
 
 PLATFORMS = ("cpu", "gpu", "tpu")
@@ -35,7 +36,9 @@ def add(commands: Any) -> None:
         type=common.count,
         help="number of key/value heads (default: as many as heads)",
     )
-    backends.add_argument("--dtype", default="float32", help="of the inputs (default float32)")
+    backends.add_argument(
+        "--dtype", choices=DTYPES, default="float32", help="of the inputs (default float32)"
+    )
     backends.add_argument(
         "--platform",
         metavar="CHIP",
