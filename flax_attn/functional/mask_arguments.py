@@ -1,9 +1,7 @@
 """The arguments of mask constructors, checked and in one integer type."""
 
-from collections.abc import Callable
-from functools import wraps
 from numbers import Integral
-from typing import Any, ParamSpec, TypeVar, overload
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
@@ -12,38 +10,9 @@ from jax.core import Tracer
 from jaxtyping import Array
 
 from attn_spec.mask_checks import check_integers, check_zeros_and_ones, read_array
+from flax_attn.functional.abstract import ArrayOrShape as ArrayLike
 from flax_attn.functional.kv_range import as_int32
 from flax_attn.functional.mask_part import Count
-from flax_attn.functional.shapes import MaskArray
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def or_abstract(make: Callable[P, R]) -> Callable[P, R]:
-    """Let a constructor take `jax.ShapeDtypeStruct`: what it makes then has shapes for arrays.
-
-    Example:
-        >>> or_abstract(jnp.negative)(jax.ShapeDtypeStruct((3,), jnp.int32))
-        ShapeDtypeStruct(shape=(3,), dtype=int32)
-    """
-
-    @wraps(make)
-    def run(*arguments: P.args, **keywords: P.kwargs) -> R:
-        given: dict[Any, Any] = dict(enumerate(arguments)) | keywords
-        abstract = {at: x for at, x in given.items() if isinstance(x, jax.ShapeDtypeStruct)}
-        if not abstract:
-            return make(*arguments, **keywords)
-
-        # All else keeps its values, which are checked.
-        def trace(abstract: dict[Any, Array]) -> R:
-            found = given | abstract
-            positional = [found.pop(i) for i in range(len(arguments))]
-            return make(*positional, **found)  # pyright: ignore[reportCallIssue]
-
-        return jax.eval_shape(trace, abstract)
-
-    return run
 
 
 def as_booleans(array: Any) -> Array:
@@ -70,11 +39,11 @@ def _is_zeros_and_ones(array: Array | np.ndarray) -> bool | None:
 
 
 @overload
-def as_integers(name: str, values: Count | MaskArray) -> Count: ...
+def as_integers(name: str, values: Count | ArrayLike) -> Count: ...
 
 
 @overload
-def as_integers(name: str, values: Count | MaskArray | None) -> Count | None: ...
+def as_integers(name: str, values: Count | ArrayLike | None) -> Count | None: ...
 
 
 def as_integers(name: str, values: Any) -> int | Array | None:

@@ -18,13 +18,15 @@ from attn_spec.checks import check_positive
 from attn_spec.function_checks import SEES, check_sees
 from attn_spec.mask_checks import check_window, refuse_operator
 from attn_spec.mask_text import check_printable, expression, picture
+from flax_attn.functional.abstract import ArrayOrShape as ArrayLike
+from flax_attn.functional.abstract import or_abstract
 from flax_attn.functional.block_summary import summarise
 from flax_attn.functional.kv_range import KVRange, Limit, Tiles
-from flax_attn.functional.mask_arguments import as_booleans, as_ids, as_integers, or_abstract
+from flax_attn.functional.mask_arguments import as_booleans, as_ids, as_integers
 from flax_attn.functional.mask_function import Where
 from flax_attn.functional.mask_part import Count, IntervalPart, MaskPart
 from flax_attn.functional.mask_parts import Causal, Dense, Lengths, Prefix, Segments, Window
-from flax_attn.functional.shapes import ArrayLike, Index, MaskArray, Visible
+from flax_attn.functional.shapes import Index, Visible
 from flax_attn.functional.traced import trace
 
 
@@ -48,7 +50,7 @@ class Mask:
 
     @staticmethod
     @or_abstract
-    def causal(offset: Count | MaskArray | None = None) -> Mask:
+    def causal(offset: Count | ArrayLike | None = None) -> Mask:
         """Query `i` sees key `j` when `j <= offset + i`.
 
         The offset is 0 where t == s and must be given elsewhere.
@@ -58,7 +60,7 @@ class Mask:
     @staticmethod
     @or_abstract
     def window(
-        left: int | None, right: int | None, offset: Count | MaskArray | None = None
+        left: int | None, right: int | None, offset: Count | ArrayLike | None = None
     ) -> Mask:
         """Query at position `p` sees the keys from `p - left` to `p + right`, both included."""
         check_window(left=left, right=right)
@@ -68,14 +70,14 @@ class Mask:
         return Mask((Window(left, right, offset=as_integers("offset", offset)),))
 
     @staticmethod
-    def sliding_window(width: int, offset: Count | MaskArray | None = None) -> Mask:
+    def sliding_window(width: int, offset: Count | ArrayLike | None = None) -> Mask:
         """Causal, and `width` keys in all, the query's own included: `window(width - 1, 0)`."""
         check_positive(width=width)
         return Mask.window(width - 1, 0, offset)
 
     @staticmethod
     @or_abstract
-    def where(function: Callable, offset: Count | MaskArray | None = None) -> Mask:
+    def where(function: Callable, offset: Count | ArrayLike | None = None) -> Mask:
         """Key `j` is seen from position `p = offset + i` when `function(b, n, p, j)`.
 
         The function is written for scalars: `b` is the row of the batch, `n` the query head. It is
@@ -103,7 +105,7 @@ class Mask:
     @staticmethod
     @or_abstract
     def lengths(
-        *, query: Count | MaskArray | None = None, key: Count | MaskArray | None = None
+        *, query: Count | ArrayLike | None = None, key: Count | ArrayLike | None = None
     ) -> Mask:
         """Hide padding: in row `b` the first `query[b]` queries and `key[b]` keys are real.
 
@@ -115,7 +117,7 @@ class Mask:
 
     @staticmethod
     @or_abstract
-    def segments(query: MaskArray, key: MaskArray | None = None) -> Mask:
+    def segments(query: ArrayLike, key: ArrayLike | None = None) -> Mask:
         """Packed documents: a query sees the keys that have its id.
 
         The ids are `(b, t)` for queries and `(b, s)` for keys, which have those of the queries if
@@ -125,14 +127,14 @@ class Mask:
 
     @staticmethod
     @or_abstract
-    def prefix(length: Count | MaskArray, offset: Count | MaskArray | None = None) -> Mask:
+    def prefix(length: Count | ArrayLike, offset: Count | ArrayLike | None = None) -> Mask:
         """Prefix-LM: causal, and the first `length` keys are open to every query."""
         count = as_integers("prefix length", length)
         return Mask((Prefix(count, offset=as_integers("offset", offset)),))
 
     @staticmethod
     @or_abstract
-    def dense(array: MaskArray) -> Mask:
+    def dense(array: ArrayLike) -> Mask:
         """Any boolean array that broadcasts to `(b, n, t, s)`, True = attend.
 
         One of numbers is taken where its values are known and are 0 and 1, with at least one 1.

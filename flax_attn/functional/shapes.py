@@ -1,6 +1,5 @@
 """The array types of the packages, spelled with the letters of `attn_spec.axes`."""
 
-import jax
 import numpy as np
 from jaxtyping import Array, Bool, Float, Integer
 
@@ -15,8 +14,6 @@ Bias = Float[Array, "#b #n #t #s"]
 Visible = Bool[Array, "#b #n #t #s"]
 Tokens = Float[Array, "*b t d"]
 ArrayLike = Array | np.ndarray | list
-# What a mask is made of, to be asked about, may be known by its shape and dtype alone.
-MaskArray = ArrayLike | jax.ShapeDtypeStruct
 Positions = Integer[Array, "*b t"]
 Index = Integer[Array, "..."]
 # How many tokens of each row are real; None is all.
