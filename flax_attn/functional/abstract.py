@@ -22,7 +22,7 @@ def or_abstract(make: Callable[P, R]) -> Callable[P, R]:
     """Let a constructor take `jax.ShapeDtypeStruct`: what it makes then has shapes for arrays.
 
     Example:
-        >>> or_abstract(jax.numpy.negative)(jax.ShapeDtypeStruct((3,), jnp.int32))
+        >>> or_abstract(jax.numpy.negative)(jax.ShapeDtypeStruct((3,), jax.numpy.int32))
         ShapeDtypeStruct(shape=(3,), dtype=int32)
     """
 
