@@ -11,6 +11,16 @@ def check_ids(dtype: str) -> None:
         raise ValueError(f"ids must be integers; got dtype {dtype}. Cast them before the call")
 
 
+def check_language_model(model: object, kind: type) -> None:
+    """Raise unless a model is one whose loss of the next tokens is known."""
+    if not isinstance(model, kind):
+        raise ValueError(
+            f"next_token_loss and train_step take a LanguageModel; got {type(model).__name__}."
+            " Derive your model from LanguageModel, or write its loss and step: Use it in your"
+            " model, in the documentation, has both"
+        )
+
+
 def check_no_start(start: object) -> None:
     """Raise unless a model without an encoder is given no tokens to start from."""
     if start is not None:

@@ -83,15 +83,25 @@ def check_integers(name: str, is_integer: bool, dtype: Any) -> None:
         raise ValueError(f"{name} must be integers; got dtype {dtype}. Cast them before the call")
 
 
+def refuse_operator(operator: str) -> None:
+    """Raise for an operator that no conjunction has."""
+    raise TypeError(
+        f"a Mask is a conjunction: parts are combined with &, and there is no {operator}. Write the"
+        " condition as a function: Mask.where(lambda b, n, i, j: ...), which may use |, & and ~"
+    )
+
+
 def read_array(name: str, values: Any, read: Callable, kinds: Any, framework: str) -> Any:
     """Return `read(values)`, or raise unless they are of these kinds, numbers or lists.
 
     `framework` is the name of the one whose arrays are taken.
     """
     if not isinstance(values, kinds | np.ndarray | np.generic | bool | int | float | list | tuple):
+        remedy = f"Pass an array of {framework} or NumPy"
+        if name == "mask" and callable(values):
+            remedy = "For a function of indices, fn(b, n, i, j), pass Mask.where(fn)"
         raise ValueError(
-            f"{name} must be an array, a number or a list; got {type(values).__name__}. Pass an"
-            f" array of {framework} or NumPy"
+            f"{name} must be an array, a number or a list; got {type(values).__name__}. {remedy}"
         )
     try:
         return read(values)

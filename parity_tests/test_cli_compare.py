@@ -600,6 +600,21 @@ def test_our_qwen3_equals_that_of_transformers_from_a_shell(modules):
     assert "transformers" in read("r.json")["environment"]
 
 
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        ("qwen3", ["Qwen3ForCausalLM", "hidden_size=24", "rms_norm_eps=1e-06", "'rope_theta': 1"]),
+        ("gpt2", ["n_embd=24", "n_head=4", "layer_norm_epsilon=1e-05", "=gelu_new"]),
+        ("clip", ["text_config.hidden_size=24", "vision_config.hidden_act=quick_gelu"]),
+    ],
+)
+def test_the_sizes_and_constants_of_a_small_model_are_printed(kind, told, capsys):
+    hugging_face.build(kind)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"flax-attn: hf:{kind} is ")
+    assert all(word in line for word in told), line
+
+
 def test_a_type_that_no_small_model_has_is_said(monkeypatch):
     def refuses(kind, config_class):
         raise KeyError("stages")

@@ -179,7 +179,10 @@ def test_bench_measures_one_shape_and_writes_all_that_was_measured(tmp_path, cap
     ("arguments", "message"),
     [
         (["show"], "say what to show"),
-        (["backends", "--dtype", "int32"], "or float16; got int32"),
+        (
+            ["backends", "--dtype", "bf16"],
+            "--dtype must be one of 'float64', 'float32', 'bfloat16', 'float16'; got 'bf16'",
+        ),
         (["backends", "--dtype", "float31"], "float31"),
         (["backends", "--kv-heads", "5"], "must divide the query heads"),
         (

@@ -1,5 +1,6 @@
 """Where a computation runs."""
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -53,12 +54,23 @@ def machine(platform: str) -> tuple[str, str | None]:
         (('gpu', 'a100'), ('cpu', None))
     """
     platform = platform.lower() if isinstance(platform, str) else platform
+    _check_no_topology(platform)
     check_choice("platform", platform, (*PLATFORMS, *(x for x in CHIPS if x not in PLATFORMS)))
     if platform not in PLATFORMS:
         return CHIPS[platform].kind, platform
     attached = {device.platform for device in jax.local_devices()}
     here = platform == "cpu" or platform in {_PLATFORM_NAMES.get(x, x) for x in attached}
     return platform, None if here else USUAL[platform]
+
+
+def _check_no_topology(platform: Any) -> None:
+    """Raise for several chips, as `v5e-8` and `v5e:2x4` name them."""
+    chip = re.split("[-:]", platform)[0] if isinstance(platform, str) else None
+    if chip in CHIPS and chip != platform:
+        raise ValueError(
+            f"a platform is one chip, and a call is explained for one; got {platform!r}. Pass"
+            f" {chip!r}, under a mesh of the devices if the call is split"
+        )
 
 
 def chip_in_use(platform: str) -> Chip:

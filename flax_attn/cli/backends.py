@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from attn_spec.checks import DTYPES, check_choice
 from flax_attn.cli import common
 
 PLATFORMS = ("cpu", "gpu", "tpu")
@@ -77,6 +78,7 @@ def _backends(options: argparse.Namespace) -> int:
     b, t, n, h = options.shape
     s = options.keys or t
     try:
+        check_choice("--dtype", options.dtype, DTYPES)
         # For float64 the answer is the one with float64 switched on.
         with jax.enable_x64(options.dtype == "float64"):
             dtype = jnp.dtype(options.dtype)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import re
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -45,6 +47,9 @@ STAGES = {
     "image_size": 64,
 }
 
+# What a port needs to know beside its sizes.
+_TOLD = re.compile(r"(?:\A|_)(?:eps|epsilon|theta|rope|act|activation)(?:_|\Z)")
+
 
 def build(kind: str) -> Any:
     """Return a small model of a type in eval mode, with random weights.
@@ -65,7 +70,7 @@ def build(kind: str) -> Any:
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # tokens that end a text are not in a small vocabulary
     try:
-        return _built(kind, CONFIG_MAPPING[kind])
+        model = _built(kind, CONFIG_MAPPING[kind])
     # The configurations of some hundred types refuse what they refuse.
     except Exception as error:
         raise CannotCompareError(
@@ -74,6 +79,24 @@ def build(kind: str) -> Any:
         ) from error
     finally:
         logging.set_verbosity(verbosity)
+    # The port is to have these sizes and constants: nothing else says what they are.
+    print(f"flax-attn: {PREFIX}{kind} is {_description(model)}", file=sys.stderr)
+    return model
+
+
+def _description(model: Any) -> str:
+    """Return the class of a model, and the sizes, constants and functions of its config."""
+    config = model.config
+    # Parts of a model, such as an encoder of images, have configs of their own.
+    parts = {name: getattr(config, name) for name in getattr(config, "sub_configs", {})}
+    lines = []
+    for prefix, part in {"": config, **parts}.items():
+        own = dict(getattr(part, "attribute_map", {}))
+        told = {own.get(name, name) for name in (*SMALL, *STAGES)}
+        for name, value in part.to_dict().items():
+            if value is not None and (name in told or _TOLD.search(name)):
+                lines.append(f"{prefix}{'.' if prefix else ''}{name}={value}")
+    return f"{type(model).__name__}: {', '.join(lines)}"
 
 
 def _built(kind: str, config_class: Any) -> Any:

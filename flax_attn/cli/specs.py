@@ -85,8 +85,8 @@ class Loader:
         found = self.load(spec)
         if not isinstance(found, type) and not inspect.isfunction(found):
             raise UsageError(
-                f"{spec} is a {type(found).__name__}: name a class or a function that makes a"
-                " module, def make(): return ..."
+                f"{spec} is of type {type(found).__name__}: name a class or a function that makes"
+                " a module, def make(): return ..."
             )
         drawn = _drawn(found)
         if drawn is None:

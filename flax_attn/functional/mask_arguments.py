@@ -10,9 +10,9 @@ from jax.core import Tracer
 from jaxtyping import Array
 
 from attn_spec.mask_checks import check_integers, check_zeros_and_ones, read_array
+from flax_attn.functional.abstract import ArrayOrShape as ArrayLike
 from flax_attn.functional.kv_range import as_int32
 from flax_attn.functional.mask_part import Count
-from flax_attn.functional.shapes import ArrayLike
 
 
 def as_booleans(array: Any) -> Array:

@@ -16,15 +16,17 @@ from jaxtyping import Array, Bool, Integer
 
 from attn_spec.checks import check_positive
 from attn_spec.function_checks import SEES, check_sees
-from attn_spec.mask_checks import check_window
+from attn_spec.mask_checks import check_window, refuse_operator
 from attn_spec.mask_text import check_printable, expression, picture
+from flax_attn.functional.abstract import ArrayOrShape as ArrayLike
+from flax_attn.functional.abstract import or_abstract
 from flax_attn.functional.block_summary import summarise
 from flax_attn.functional.kv_range import KVRange, Limit, Tiles
 from flax_attn.functional.mask_arguments import as_booleans, as_ids, as_integers
 from flax_attn.functional.mask_function import Where
 from flax_attn.functional.mask_part import Count, IntervalPart, MaskPart
 from flax_attn.functional.mask_parts import Causal, Dense, Lengths, Prefix, Segments, Window
-from flax_attn.functional.shapes import ArrayLike, Index, Visible
+from flax_attn.functional.shapes import Index, Visible
 from flax_attn.functional.traced import trace
 
 
@@ -47,6 +49,7 @@ class Mask:
     parts: tuple[MaskPart, ...] = ()
 
     @staticmethod
+    @or_abstract
     def causal(offset: Count | ArrayLike | None = None) -> Mask:
         """Query `i` sees key `j` when `j <= offset + i`.
 
@@ -55,6 +58,7 @@ class Mask:
         return Mask((Causal(offset=as_integers("offset", offset)),))
 
     @staticmethod
+    @or_abstract
     def window(
         left: int | None, right: int | None, offset: Count | ArrayLike | None = None
     ) -> Mask:
@@ -72,6 +76,7 @@ class Mask:
         return Mask.window(width - 1, 0, offset)
 
     @staticmethod
+    @or_abstract
     def where(function: Callable, offset: Count | ArrayLike | None = None) -> Mask:
         """Key `j` is seen from position `p = offset + i` when `function(b, n, p, j)`.
 
@@ -98,6 +103,7 @@ class Mask:
         return Mask((Where(traced, offset=as_integers("offset", offset)),))
 
     @staticmethod
+    @or_abstract
     def lengths(
         *, query: Count | ArrayLike | None = None, key: Count | ArrayLike | None = None
     ) -> Mask:
@@ -110,6 +116,7 @@ class Mask:
         return Mask((Lengths(*counts),))
 
     @staticmethod
+    @or_abstract
     def segments(query: ArrayLike, key: ArrayLike | None = None) -> Mask:
         """Packed documents: a query sees the keys that have its id.
 
@@ -119,12 +126,14 @@ class Mask:
         return Mask((Segments(*as_ids(query, key)),))
 
     @staticmethod
+    @or_abstract
     def prefix(length: Count | ArrayLike, offset: Count | ArrayLike | None = None) -> Mask:
         """Prefix-LM: causal, and the first `length` keys are open to every query."""
         count = as_integers("prefix length", length)
         return Mask((Prefix(count, offset=as_integers("offset", offset)),))
 
     @staticmethod
+    @or_abstract
     def dense(array: ArrayLike) -> Mask:
         """Any boolean array that broadcasts to `(b, n, t, s)`, True = attend.
 
@@ -139,6 +148,14 @@ class Mask:
         return Mask(self.parts + as_mask(other).parts)
 
     __rand__ = __and__
+
+    def __or__(self, other: object) -> None:
+        refuse_operator("|")
+
+    __ror__ = __or__
+
+    def __invert__(self) -> None:
+        refuse_operator("~")
 
     def resolve(self, b: int, n: int, t: int, s: int) -> Mask:
         """Return the mask for a call of this size: default offsets filled in, shapes checked."""

@@ -130,7 +130,7 @@ def generate(
     if not isinstance(model, LanguageModel | EncoderDecoder):
         raise ValueError(
             f"text is made by a LanguageModel or an EncoderDecoder; got {type(model).__name__}."
-            " Load a model of text"
+            " Load a model of text, or derive your own from flax_attn.models.LanguageModel"
         )
     sampling = Sampling(temperature, top_k, top_p)
     seed = _seed(key, sampling)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Integer
 
-from attn_spec.generation_checks import check_ids
+from attn_spec.generation_checks import check_ids, check_language_model
 from flax_attn.functional.dtypes import accumulation_dtype, dtype_name
 from flax_attn.functional.integers import clipped
 from flax_attn.functional.masks import Mask
@@ -66,6 +66,7 @@ def next_token_loss(
         >>> round(float(loss), 1), round(float(jnp.log(11)), 1)
         (2.4, 2.4)
     """
+    check_language_model(model, LanguageModel)
     shape = tuple(tokens.shape)
     # The mean of no token is no number.
     if shape[-1] < 2:

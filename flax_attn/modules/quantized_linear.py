@@ -1,5 +1,7 @@
 """The linear layer whose matrix is held in 8 bits, for generating."""
 
+from typing import Any
+
 import jax.numpy as jnp
 from flax import nnx
 from flax.typing import Dtype, PrecisionLike
@@ -9,7 +11,8 @@ from attn_spec.checks import check_width
 from flax_attn.functional.dtypes import accumulation_dtype
 from flax_attn.modules.initialisation import check_dtypes
 from flax_attn.modules.matrix_product import dot_general, int8_matmul
-from flax_attn.sharding.axes import mesh_in_use
+from flax_attn.sharding.axes import mesh_of
+from flax_attn.sharding.parameter_axes import ON_ONE_DEVICE, check_may_split
 
 
 class _Quantized(nnx.BatchStat):
@@ -75,7 +78,9 @@ class QuantizedLinear(nnx.Module):
         # A column of zeros stays one.
         scale = jnp.where(largest == 0, 1, largest / 127)
         kernel = jnp.round(wide / scale[None])
-        self.kernel = _Quantized(kernel.astype(jnp.int8))
+        # So that `shard` refuses what a call on a mesh would.
+        whole: dict[str, Any] = {ON_ONE_DEVICE: "QuantizedLinear"}
+        self.kernel = _Quantized(kernel.astype(jnp.int8), **whole)
         self.scale = _Quantized(scale)
         self.bias = None if bias is None else nnx.Param(bias)
 
@@ -88,11 +93,7 @@ class QuantizedLinear(nnx.Module):
         check_width("x", x, "d_in", self.d_in)
         dtype = jnp.result_type(x, self.param_dtype) if self.dtype is None else self.dtype
         x, kernel = x.astype(dtype), self.kernel[...]
-        if mesh_in_use(x, kernel) is not None:
-            raise ValueError(
-                "QuantizedLinear runs on one device, and a mesh is in use. Load the model without"
-                ' weights="int8" for a mesh, or generate outside of it'
-            )
+        check_may_split("QuantizedLinear", mesh_of(x, kernel))
         native = self.dot_general is dot_general
         found = int8_matmul(x, kernel, native=native, precision=self.precision)
         # In the dtype of the sums, whatever the dtypes of the parameters: it is rounded once.

@@ -245,10 +245,9 @@ class OwnModel:
         if job.backend != "auto":
             given.append("--backend")
         if given:
-            options = ", ".join(given)
             raise ValueError(
-                f"{options} change models of this library; got them for {job.name}. Leave them out,"
-                " and change the function that makes the module"
+                f"models of this library take {', '.join(given)}; {job.name} is a module of your"
+                " own. Set that in the function that makes it, and leave the option out"
             )
         if not job.train:
             raise ValueError(

@@ -71,7 +71,7 @@ def topology(text: str) -> Topology:
     if name not in _DIMENSIONS or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", sizes):
         raise ValueError(
             f"a topology is one of {', '.join(_DIMENSIONS)} and the number of its chips in each"
-            f" dimension; got {text!r}. Write it as one of {_EXAMPLES}"
+            f" dimension; got {text!r}. Write it as {_as_sold(text) or f'one of {_EXAMPLES}'}"
         )
     shape = tuple(int(size) for size in sizes.split("x"))
     # More GPUs than a host has are joined by a network, of which nothing is known here.
@@ -84,6 +84,31 @@ def topology(text: str) -> Topology:
             f" it as in {_EXAMPLES}"
         )
     return Topology(text, CHIPS[name], shape)
+
+
+def _as_sold(text: str) -> str | None:
+    """Return the topology that is sold under a name such as `v5e-8`; None where it is no such name.
+
+    Example:
+        >>> _as_sold("v5e-8"), _as_sold("v5p-128")
+        ('v5e:2x4', 'v5p:4x4x4')
+    """
+    name, _, count = text.partition("-")
+    dimensions = _DIMENSIONS.get(name)
+    if dimensions is None or not re.fullmatch(r"[1-9]\d*", count):
+        return None
+    if dimensions == 1:
+        return f"{name}:{count}"
+    # Names of three dimensions count the cores, of which a chip has two.
+    chips = int(count) // 2 if dimensions == 3 else int(count)
+    doublings = chips.bit_length() - 1
+    if chips != 2**doublings:
+        return None
+    # As even as can be; a slice smaller than a cube has its least side last.
+    sides = [2 ** ((doublings + i) // dimensions) for i in range(dimensions)]
+    if chips < 2**dimensions:
+        sides.reverse()
+    return f"{name}:{'x'.join(map(str, sides))}"
 
 
 def _tpu(wanted: Topology) -> Sequence[Any]:

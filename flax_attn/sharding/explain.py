@@ -108,7 +108,8 @@ def explain(
 ) -> Explanation:
     """Return which backend `dot_product_attention` would run for a call, and why not another.
 
-    Nothing is computed: arrays may be `jax.ShapeDtypeStruct`, also inside a mask. The arguments are
+    Nothing is computed: arrays may be `jax.ShapeDtypeStruct`, also those that a mask is made of,
+    as in `Mask.lengths(key=jax.ShapeDtypeStruct((4,), jnp.int32))`. The arguments are
     those of `attend`, which takes the same backend with and without `return_weights`, and
     `platform`, to ask about another machine than the one at hand: `"cpu"`, `"gpu"`, `"tpu"`, or a
     chip such as `"h100"`, `"a100"` or `"v5e"` (`flax_attn.backends.chips.CHIPS`), as it would be
@@ -172,6 +173,12 @@ def explain(
 def _known(name: str, x: Any) -> Any:
     if x is None and name == "bias":
         return None
+    if callable(x) and not hasattr(x, "__jax_array__"):
+        raise ValueError(
+            "explain takes the arrays of a call, query (b, t, n, h), key and value, and no layer;"
+            f" got {type(x).__name__} as {name}. Pass arrays, or jax.ShapeDtypeStruct of their"
+            " shapes"
+        )
     return x if _is_abstract(x) else as_argument(name, x)
 
 

@@ -16,6 +16,8 @@ from flax_attn.sharding.axes import AxisName, axes_in, device_count, mesh_axes, 
 S = TypeVar("S")
 # The metadata that says how many elements along each axis stay on one device.
 UNIT = "sharding_unit"
+# The metadata that names the layer of an array which no mesh may split, see `check_may_split`.
+ON_ONE_DEVICE = "on_one_device"
 # The line of the table for parameters whose axes have no names.
 _DEFAULT = "embed"
 
@@ -82,6 +84,16 @@ def _some_explicit(axes: Collection[str], mesh: Any) -> bool:
     # With Explicit axes JAX asks the model's own code where each product lies.
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     return any(types[axis] == AxisType.Explicit for axis in axes)
+
+
+def check_may_split(layer: str | None, mesh: Any) -> None:
+    """Raise if a mesh would split a layer that runs on one device; None is any other layer."""
+    if layer is not None and any(mesh_axes(name, mesh) for name in table()):
+        raise ValueError(
+            f"{layer} runs on one device; got a mesh of {mesh.size} devices. For a mesh keep the"
+            ' matrices as they are, without quantize() and weights="int8", or run the quantized'
+            " model outside of the mesh"
+        )
 
 
 def check_mesh(mesh: Any) -> None:

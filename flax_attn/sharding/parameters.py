@@ -13,7 +13,13 @@ from jax.sharding import NamedSharding
 from jaxtyping import PyTree
 
 from flax_attn.sharding.axes import place
-from flax_attn.sharding.parameter_axes import UNIT, check_mesh, specs
+from flax_attn.sharding.parameter_axes import (
+    ON_ONE_DEVICE,
+    UNIT,
+    check_may_split,
+    check_mesh,
+    specs,
+)
 from flax_attn.sharding.sharding_table import warn_of_whole
 
 M = TypeVar("M", bound=nnx.Pytree)
@@ -85,8 +91,9 @@ def shardings(tree: Any, mesh: Any) -> PyTree[NamedSharding]:
         mesh: mesh with at least one axis of the table.
 
     Raises:
-        ValueError: if an axis has a name that is neither in the table nor an axis of the mesh, or
-            if the mesh has no axis of the table and no parameter names one of its axes.
+        ValueError: if an axis has a name that is neither in the table nor an axis of the mesh, if
+            the mesh has no axis of the table and no parameter names one of its axes, or if a layer
+            is quantized.
 
     Example:
         >>> from flax_attn import FeedForward
@@ -98,6 +105,8 @@ def shardings(tree: Any, mesh: Any) -> PyTree[NamedSharding]:
         True
     """
     state = tree if isinstance(tree, nnx.State) else nnx.state(tree)
+    for _, variable in nnx.to_flat_state(state):
+        check_may_split(variable.get_metadata().get(ON_ONE_DEVICE), mesh)
     found = specs(state, mesh)
     if not any(any(where) for where in jax.tree.leaves(found)):
         check_mesh(mesh)

@@ -144,9 +144,10 @@ def warn_of_whole(tree: Any, mesh: Any) -> None:
     names = _names_of(found.unnamed)
     message = (
         f"{count} parameters without axis names, {amount} of {size},"
-        f" stay whole on each of the {mesh.size} devices: {names}. Name their"
-        " axes with flax.nnx.with_partitioning, or give the mesh an Auto fsdp axis that divides one"
-        " of them; flax_attn.sharding.sharding_table(model, mesh) prints how each is split"
+        f" stay whole on each of the {mesh.size} devices: {names}. Name their axes where they are"
+        ' made, kernel_init=nnx.with_partitioning(init, ("embed", "hidden"), eager_sharding=False),'
+        " or give the mesh an Auto fsdp axis that divides one of them;"
+        " flax_attn.sharding.sharding_table(model, mesh) prints how each is split"
     )
     # Of the line that calls `shard` or `create`.
     warnings.warn(message, stacklevel=3)

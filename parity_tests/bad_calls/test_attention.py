@@ -280,6 +280,14 @@ ALIKE = {
         mask("segments", "ab"),
         r"query segments must be an array, a number or a list; got str",
     ),
+    "a function for a mask": (
+        attend(mask=lambda side: lambda b, n, i, j: i >= j),
+        r"mask must be an array.*; got function\. For a function of indices, .* Mask\.where\(fn\)$",
+    ),
+    "a function beside a mask": (
+        lambda side: side.Mask.causal() & (lambda b, n, i, j: i >= j),
+        r"got function\. For a function of indices, fn\(b, n, i, j\), pass Mask\.where\(fn\)$",
+    ),
     "a mask for an offset": (
         lambda side: side.Mask.causal(side.Mask()),
         r"offset must be an array, a number or a list; got Mask\. Pass an array of",
@@ -333,6 +341,20 @@ def test_the_same_rule_with_the_remedy_of_the_framework(side, error_of, act, mat
 
 def test_good_inputs_pass(side):
     assert tuple(attend(mask=lambda side: side.Mask.causal(2))(side).shape) == (2, 5, 4, 3)
+
+
+@pytest.mark.parametrize(
+    ("operator", "act"),
+    [
+        ("|", lambda mask, array: mask | mask),
+        ("|", lambda mask, array: array | mask),
+        ("~", lambda mask, array: ~mask),
+    ],
+)
+def test_an_operator_that_a_conjunction_lacks_says_what_to_write(side, operator, act):
+    rule = rf"a Mask is a conjunction: .* no {re.escape(operator)}\. .* Mask\.where\(lambda"
+    with pytest.raises(TypeError, match=rule):
+        act(side.Mask.causal(), side.array(np.ones((5, 5), bool)))
 
 
 UNKNOWN = {

@@ -234,6 +234,14 @@ def test_tokens_are_integers(side, no_shape_checks):
         side.file("models.loss").next_token_loss(build(side, "gpt2"), side.array(TOKENS / 2))
 
 
+def test_a_model_of_another_class_is_refused(side, no_shape_checks):
+    with pytest.raises(
+        ValueError,
+        match=r"next_token_loss and train_step take a LanguageModel; got object\. Derive",
+    ):
+        side.file("models.loss").next_token_loss(object(), side.array(TOKENS))
+
+
 def test_padding_behind_packed_documents(side):
     model, lengths = build(side, "gpt2"), np.array([7, 5, 4])
     parts = [TOKENS[0, :4], TOKENS[0, 4:7], TOKENS[1, 1:5], TOKENS[2, :4]]

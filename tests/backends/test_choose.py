@@ -12,6 +12,7 @@ from flax_attn import (
     CausalAttention,
     KeyedDropout,
     Mask,
+    MultiHeadAttention,
     attend,
     dot_product_attention,
     native,
@@ -403,6 +404,23 @@ def test_an_unknown_platform_lists_the_names():
         ValueError, match=r"^platform must be one of 'cpu', 'gpu', 'tpu', .*'h100'.*; got 'abacus'$"
     ):
         ask(platform="abacus")
+
+
+@pytest.mark.parametrize("text", ["v5e-8", "V5E:2x4"])
+def test_a_slice_is_no_platform(text):
+    with pytest.raises(ValueError, match=r"^a platform is one chip.*got '.*'\. Pass 'v5e', under"):
+        ask(platform=text)
+
+
+@pytest.mark.parametrize("kind", ["layer", "function"])
+def test_what_is_no_array_is_not_explained(kind):
+    layer = MultiHeadAttention(8, 8, num_heads=2, rngs=nnx.Rngs(0))
+    thing = layer if kind == "layer" else jnp.sin
+    x = jnp.ones((2, 3, 8))
+    with pytest.raises(
+        ValueError, match=r"explain takes the arrays of a call, query .*; got \w+ as query\. Pass"
+    ):
+        explain(thing, x, x)
 
 
 @pytest.mark.usefixtures("no_shape_checks")

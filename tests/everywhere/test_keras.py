@@ -274,3 +274,20 @@ def test_flash_attention_with_scores_is_left_to_the_original():
         layer(*x, return_attention_scores=True)
     (entry,) = report.left_alone
     assert entry.reason == "flash attention returns no scores"
+
+
+@pytest.mark.parametrize("name", ["predict_on_batch", "predict", "fit", "evaluate", "__call__"])
+def test_a_model_that_ran_outside_is_compiled_again_inside(name):
+    inputs = keras.Input((T, 12))
+    hidden = keras.layers.MultiHeadAttention(HEADS, WIDTH)(inputs, inputs, use_causal_mask=True)
+    model = keras.Model(inputs, keras.layers.Dense(1)(hidden))
+    model.compile("sgd", "mse")
+    x, y = np.ones((B, T, 12), "float32"), np.ones((B, T, 1), "float32")
+    arguments = (x, y) if name in ("fit", "evaluate") else (x,)
+    silent = {} if name in ("predict_on_batch", "__call__") else {"verbose": 0}
+    run = getattr(model, name)
+    run(*arguments, **silent)
+    with everywhere() as report:
+        run(*arguments, **silent)
+    assert sum(report.taken.values()) == 1, report
+    assert not report.left_alone

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from flax_attn import Mask, attend, dot_product_attention
+from flax_attn import Mask, attend, dot_product_attention, explain
 from flax_attn.functional.mask_part import MaskPart
 
 B, N, T, S, H = 3, 4, 5, 7, 6
@@ -438,3 +438,46 @@ def test_counts_of_64_bits_are_read_whole_where_these_are_switched_off():
     assert counts.dtype == "int64"
     seen = Mask.lengths(key=counts).materialise(3, 1, 1, S)
     assert seen[:, 0, 0].sum(axis=1).tolist() == [S, 2, 0]
+
+
+ABSTRACT = {
+    "lengths": lambda of: Mask.lengths(key=of((B,), jnp.int32)),
+    "segments": lambda of: Mask.segments(of((B, T), jnp.int32), np.zeros((B, S), np.int64)),
+    "offset": lambda of: Mask.causal(of((B,), jnp.int8)),
+    "prefix": lambda of: Mask.prefix(of((B,), jnp.int32), 2),
+    "dense": lambda of: Mask.dense(of((B, 1, T, S), bool)),
+}
+
+
+@pytest.mark.parametrize("make", ABSTRACT.values(), ids=ABSTRACT)
+@pytest.mark.parametrize("platform", ["cpu", "v5e", "h100"])
+def test_a_mask_of_shapes_is_explained_as_one_of_arrays(make, platform):
+    query, key = (jax.ShapeDtypeStruct((B, x, N, H), jnp.float32) for x in (T, S))
+
+    def asked(of):
+        mask = make(of) & Mask.lengths(query=3)
+        return explain(query, key, key, mask=mask, platform=platform)
+
+    abstract, known = asked(jax.ShapeDtypeStruct), asked(jnp.zeros)
+    assert abstract.backend == known.backend
+    refused = known.memory.keys() - abstract.memory.keys()
+    assert abstract.memory.items() <= known.memory.items()
+    # splash compiles a dense mask into its grid, and must know it.
+    assert all("known before tracing" in str(abstract.refusals[name]) for name in refused)
+
+
+@pytest.mark.usefixtures("no_shape_checks")
+@pytest.mark.parametrize(
+    ("make", "rule"),
+    [
+        (lambda of: Mask.dense(of((T, S), jnp.float32)), "whose values are not known"),
+        (lambda of: Mask.lengths(key=of((B,), jnp.float32)), "key lengths must be integers"),
+        (
+            lambda of: Mask.segments(of((B, T), jnp.int32), np.full((B, S), 2**40)),
+            "key segments must fit 32 bits",
+        ),
+    ],
+)
+def test_shapes_in_a_mask_are_checked_as_tracers_are(make, rule):
+    with jax.enable_x64(False), pytest.raises(ValueError, match=rule):
+        make(jax.ShapeDtypeStruct)

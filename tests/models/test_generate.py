@@ -273,7 +273,8 @@ def test_draws_follow_the_distribution():
 def test_only_a_model_of_text_makes_text():
     with pytest.raises(
         ValueError,
-        match=r"text is made by a LanguageModel or an EncoderDecoder; got Pretrained\. Load",
+        match=r"text is made by a LanguageModel or an EncoderDecoder; got Pretrained\. Load a model"
+        r" of text, or derive your own from flax_attn\.models\.LanguageModel",
     ):
         generate(Pretrained(), [1], 1)
 

@@ -5,11 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import AxisType
 
 from flax_attn import GPT2, GPT2Config, Linear, Llama, LlamaConfig, QuantizedLinear, set_backend
 from flax_attn.models import from_pretrained, generate, quantize
 from flax_attn.native import choose_level, levels, library
 from flax_attn.native.int8_product import int8_product
+from flax_attn.sharding import shard
 
 SIZES = [(1, 1, 1), (2, 3, 5), (5, 31, 17), (8, 32, 64), (15, 33, 65), (16, 65, 127), (3, 200, 130)]
 GPT = GPT2Config(48, 4, 2, context_length=64, vocab_size=97)
@@ -107,3 +109,15 @@ def test_a_folder_is_loaded_in_8_bits(tmp_path):
 def test_stacked_layers_are_refused():
     with pytest.raises(ValueError, match="whose layers are stacked"):
         quantize(GPT2(GPT, scan_layers=True, rngs=nnx.Rngs(0)))
+
+
+def test_a_mesh_that_would_split_a_quantized_layer_is_refused():
+    model = GPT2(GPT, rngs=nnx.Rngs(0))
+    quantize(model)
+    rule = r"QuantizedLinear runs on one device; got a mesh of 2 devices\. .* without quantize\(\)"
+    mesh = jax.make_mesh((2,), ("data",), (AxisType.Auto,))
+    with pytest.raises(ValueError, match=rule):
+        shard(model, mesh)
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match=rule):
+        model.trf_blocks[0].ff(jnp.ones((2, GPT.d_model)))
+    shard(model, jax.make_mesh((1,), ("data",), (AxisType.Auto,)))

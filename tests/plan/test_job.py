@@ -120,7 +120,26 @@ def test_a_rule_of_an_axis_that_is_not_known_is_refused(job):
         job(rules={"width": ("fsdp",)})
 
 
-@pytest.mark.parametrize("text", ["v9:2x2", "v5e", "v5e:", "v5e:4x", "v5e:0x4", "16x16"])
+@pytest.mark.parametrize(
+    ("sold", "written"),
+    [
+        ("v5e-8", "v5e:2x4"),
+        ("v6e-256", "v6e:16x16"),
+        ("v5p-8", "v5p:2x2x1"),
+        ("v5p-128", "v5p:4x4x4"),
+        ("v5p-256", "v5p:4x4x8"),
+        ("h200-8", "h200:8"),
+    ],
+)
+def test_the_name_that_chips_are_sold_under_is_answered_with_the_topology(sold, written):
+    with pytest.raises(ValueError, match=rf"got '{sold}'\. Write it as {written}$"):
+        topology(sold)
+    topology(written)
+
+
+@pytest.mark.parametrize(
+    "text", ["v5e-6", "v5p-1", "v9:2x2", "v5e", "v5e:", "v5e:4x", "v5e:0x4", "16x16"]
+)
 def test_a_topology_that_is_not_known_is_refused(text):
     known = "v5e, v5p, v6e, tpu7x, h200, cpu"
     with pytest.raises(

@@ -136,13 +136,26 @@ def test_large_parameters_that_stay_whole_are_named(mesh_like):
     mesh = mesh_like(tensor=8)
     rule = (
         r"2 parameters without axis names, .* stay whole on each of the 8 devices: "
-        r"embed.embedding \(24, 16\), head.kernel \(16, 40\)\. Name their axes with "
-        "flax.nnx.with_partitioning"
+        r"embed.embedding \(24, 16\), head.kernel \(16, 40\)\. Name their axes where they are made,"
+        r' kernel_init=nnx.with_partitioning\(init, \("embed", "hidden"\), eager_sharding=False\)'
     )
     with pytest.warns(UserWarning, match=rule):
         shard(Tagger(nnx.Rngs(0)), mesh)
     with pytest.warns(UserWarning, match=rule):
         create(lambda: Tagger(nnx.Rngs(0)), mesh)
+
+
+def test_names_of_the_table_are_taken_in_the_way_that_the_warning_shows(mesh_like):
+    mesh = mesh_like(fsdp=2, tensor=4)
+    init = nnx.initializers.lecun_normal()
+    named = nnx.with_partitioning(init, ("embed", "hidden"), eager_sharding=False)
+    with jax.set_mesh(mesh):
+        layer = shard(nnx.Linear(16, 40, kernel_init=named, rngs=nnx.Rngs(0)), mesh)
+        assert layer.kernel.sharding.spec == P("fsdp", "tensor")
+        # What the last argument is for: without it Flax takes these for axes of the mesh.
+        eager = nnx.with_partitioning(init, ("embed", "hidden"))
+        with pytest.raises(ValueError, match="embed"):
+            nnx.Linear(16, 40, kernel_init=eager, rngs=nnx.Rngs(0))
 
 
 @pytest.mark.parametrize("sizes", [{"data": 8}, {"fsdp": 8}, {"tensor": 1}])

@@ -81,3 +81,15 @@ def test_the_old_parameters_make_room():
     train_step(model, optimizer, TOKENS, dropout_key=jax.random.key(3), **OPTIONS)
     assert old.is_deleted()
     assert not model.tok_emb.embedding[...].is_deleted()
+
+
+@pytest.mark.usefixtures("no_shape_checks")
+def test_a_model_of_another_class_is_told_what_to_do():
+    model = nnx.Linear(3, 4, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.sgd(0.5), wrt=nnx.Param)
+    rule = (
+        r"train_step take a LanguageModel; got Linear\. Derive your model from LanguageModel, or"
+        " write its loss and step"
+    )
+    with pytest.raises(ValueError, match=rule):
+        train_step(model, optimizer, TOKENS)

@@ -6,7 +6,7 @@ from jaxtyping import Bool, Float, Integer
 from torch import Tensor
 from torch.nn import functional
 
-from attn_spec.generation_checks import check_ids
+from attn_spec.generation_checks import check_ids, check_language_model
 from torch_ref.functional.dtypes import accumulation_dtype, dtype_name
 from torch_ref.functional.integers import clipped
 from torch_ref.functional.masks import Mask
@@ -52,6 +52,7 @@ def next_token_loss(
         >>> abs(loss.item() - torch.tensor(11.0).log().item()) < 0.5
         True
     """
+    check_language_model(model, LanguageModel)
     shape = tuple(tokens.shape)
     # The mean of no token is no number.
     if shape[-1] < 2:
