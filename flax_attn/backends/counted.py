@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-import jax
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import batching
