@@ -64,10 +64,10 @@ class Job:
             self.model.check(self)
             self._check_devices()
             self._check_divides("the batch", "batch", self.batch, "--batch or --mesh")
-            self._check_divides(
-                "the tokens of a sequence", "tokens", self.tokens, "--tokens or --mesh"
-            )
-            for what, (name, size) in self.model.divided.items():
+            tokens = "the tokens of a sequence"
+            self._check_divides(tokens, "tokens", self.tokens, "--tokens or --mesh")
+            divided = self.model.divided
+            for what, (name, size) in divided.items():
                 self._check_divides(what, name, size, "--mesh")
 
     def axis(self, name: str) -> int:

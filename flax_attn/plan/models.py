@@ -137,12 +137,12 @@ class Decoder:
         unknown = [axis for axis in job.mesh if axis not in known]
         if unknown:
             names = ", ".join(sorted(known))
-            raise ValueError(
-                f"the axes of a mesh are {names}; got {', '.join(unknown)}. Name it as one of these"
-            )
+            got = ", ".join(unknown)
+            raise ValueError(f"the axes of a mesh are {names}; got {got}. Name it as one of these")
         # Rotary positions are computed for any length; embeddings are a table.
         limit = self.config.context_length
-        if job.tokens > limit and not hasattr(self.config, "rope"):
+        is_rotary = hasattr(self.config, "rope")
+        if job.tokens > limit and not is_rotary:
             raise ValueError(
                 f"{job.name} has an embedding for each of {limit} positions; got {job.tokens}"
                 f" tokens. Plan {limit} tokens at most, or a model with rotary positions"
@@ -155,8 +155,9 @@ class Decoder:
         """
         length = max(self.config.context_length, job.tokens)
         config = replace(self.config, context_length=length)
+        dtype = job.dtype or self.dtype
         options = {
-            "param_dtype": job.dtype or self.dtype,
+            "param_dtype": dtype,
             "backend": job.backend,
             "remat": job.remat,
         }

@@ -67,11 +67,14 @@ def topology(text: str) -> Topology:
         ValueError: if the chip is not known, or its chips are not joined in a torus of this shape.
     """
     name, _, sizes = text.partition(":")
+    is_shape = re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", sizes)
     # A leading 0 is refused with the rest: libtpu would describe another topology, or none.
-    if name not in _DIMENSIONS or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", sizes):
+    if name not in _DIMENSIONS or not is_shape:
+        names = ", ".join(_DIMENSIONS)
+        remedy = _as_sold(text) or f"one of {_EXAMPLES}"
         raise ValueError(
-            f"a topology is one of {', '.join(_DIMENSIONS)} and the number of its chips in each"
-            f" dimension; got {text!r}. Write it as {_as_sold(text) or f'one of {_EXAMPLES}'}"
+            f"a topology is one of {names} and the number of its chips in each dimension; got"
+            f" {text!r}. Write it as {remedy}"
         )
     shape = tuple(int(size) for size in sizes.split("x"))
     # More GPUs than a host has are joined by a network, of which nothing is known here.
@@ -95,12 +98,15 @@ def _as_sold(text: str) -> str | None:
     """
     name, _, count = text.partition("-")
     dimensions = _DIMENSIONS.get(name)
-    if dimensions is None or not re.fullmatch(r"[1-9]\d*", count):
+    is_number = re.fullmatch(r"[1-9]\d*", count)
+    if dimensions is None or not is_number:
         return None
     if dimensions == 1:
         return f"{name}:{count}"
+    chips = int(count)
     # Names of three dimensions count the cores, of which a chip has two.
-    chips = int(count) // 2 if dimensions == 3 else int(count)
+    if dimensions == 3:
+        chips //= 2
     doublings = chips.bit_length() - 1
     if chips != 2**doublings:
         return None
@@ -108,7 +114,8 @@ def _as_sold(text: str) -> str | None:
     sides = [2 ** ((doublings + i) // dimensions) for i in range(dimensions)]
     if chips < 2**dimensions:
         sides.reverse()
-    return f"{name}:{'x'.join(map(str, sides))}"
+    shape = "x".join(map(str, sides))
+    return f"{name}:{shape}"
 
 
 def _tpu(wanted: Topology) -> Sequence[Any]:

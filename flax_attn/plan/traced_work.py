@@ -35,20 +35,23 @@ def traced_work(function: Callable, *arguments: Any) -> Work:
 
 
 def _work(jaxpr: Any) -> Work:
-    found = Work()
-    for eqn in jaxpr.eqns:
-        name = eqn.primitive.name
-        if eqn.primitive is COUNTED:
-            found += Work(attention=eqn.params["flops"])
-        elif name in _PRODUCTS:
-            found += Work(_PRODUCTS[name](eqn))
-        elif name == "cond":
-            found += _work(eqn.params["branches"][-1].jaxpr)
-        else:
-            turns = eqn.params["length"] if name == "scan" else 1
-            for inner in _programs(eqn):
-                found += turns * _work(inner)
-    return found
+    return sum(map(_work_of, jaxpr.eqns), Work())
+
+
+def _work_of(eqn: Any) -> Work:
+    """Return the operations of an equation, and of the programs that it runs."""
+    name = eqn.primitive.name
+    if eqn.primitive is COUNTED:
+        return Work(attention=eqn.params["flops"])
+    if name in _PRODUCTS:
+        count = _PRODUCTS[name]
+        return Work(count(eqn))
+    if name == "cond":
+        *_, last = eqn.params["branches"]
+        return _work(last.jaxpr)
+    turns = eqn.params["length"] if name == "scan" else 1
+    inner = map(_work, _programs(eqn))
+    return turns * sum(inner, Work())
 
 
 def _programs(eqn: Any) -> Iterator[Any]:

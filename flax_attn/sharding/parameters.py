@@ -106,9 +106,11 @@ def shardings(tree: Any, mesh: Any) -> PyTree[NamedSharding]:
     """
     state = tree if isinstance(tree, nnx.State) else nnx.state(tree)
     for _, variable in nnx.to_flat_state(state):
-        check_may_split(variable.get_metadata().get(ON_ONE_DEVICE), mesh)
+        stays = variable.get_metadata().get(ON_ONE_DEVICE)
+        check_may_split(stays, mesh)
     found = specs(state, mesh)
-    if not any(any(where) for where in jax.tree.leaves(found)):
+    is_split = map(any, jax.tree.leaves(found))
+    if not any(is_split):
         check_mesh(mesh)
     return jax.tree.map(lambda to: NamedSharding(mesh, to), found)
 
