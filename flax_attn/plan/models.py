@@ -153,7 +153,8 @@ class Decoder:
 
         Layers are stacked where they are equal, and so compiled once.
         """
-        length = max(self.config.context_length, job.tokens)
+        limit = self.config.context_length
+        length = max(limit, job.tokens)
         config = replace(self.config, context_length=length)
         dtype = job.dtype or self.dtype
         options = {
