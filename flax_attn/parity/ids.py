@@ -69,8 +69,10 @@ def _drawn(
     random = np.random.default_rng([pair.seed, draw])
     inputs = dict(pair.inputs)
     for name, table in found.items():
-        inputs[name] = _covering(inputs[name], table, missing[name], random)
-        missing[name] = np.setdiff1d(missing[name], inputs[name])
+        drawn = _covering(inputs[name], table, missing[name], random)
+        inputs[name] = drawn
+        # The next draw begins with what this one has no room for.
+        missing[name] = np.setdiff1d(missing[name], drawn)
     return inputs
 
 

@@ -12,12 +12,13 @@ import jax
 import numpy as np
 
 from flax_attn.parity import tolerance
-from flax_attn.parity.adapters.adapter import Adapter, Arrays, Mode, Result, RunSpec, is_floating
+from flax_attn.parity.adapters.adapter import Arrays, Mode, RunSpec
 from flax_attn.parity.adapters.jax_adapter import JaxAdapter
 from flax_attn.parity.adapters.jax_programs import Programs
 from flax_attn.parity.adapters.quick_jit import compiled
 from flax_attn.parity.checks import CHECKS, run_checks
 from flax_attn.parity.cpu import on_cpu
+from flax_attn.parity.fresh_runs import FreshRuns
 from flax_attn.parity.pair import Pair
 from flax_attn.parity.trace.edited import CALLED, Edit, Trace, traced
 from flax_attn.parity.trace.edits import CATALOGUE
@@ -25,7 +26,7 @@ from flax_attn.parity.trace.program import Place
 from flax_attn.parity.training import TrainingSpec
 
 # Added to the seed of a pair.
-DRAWN, FRESH = 4, 5
+DRAWN = 4
 # The cheapest that see most; the others follow in their own order, as far as they are chosen.
 FIRST = ("forward", "gradients")
 # The steps of training show no more than one of its gradients does.
@@ -196,7 +197,7 @@ def plant(pair: Pair, checks: Sequence[str] | None = None, count: int = 50) -> M
     chosen.sort(key=lambda name: name not in FIRST)
     with on_cpu():
         right = EditedAdapter(pair.flax)
-        fresh = _Fresh(pair, right)
+        fresh = FreshRuns(pair, right)
         mutants = []
         for edit in _drawn(right.trace(pair.uncompiled), count, pair.seed):
             edited = EditedAdapter(right, edit)
@@ -233,7 +234,7 @@ def _drawn(trace: Trace, count: int, seed: int) -> Iterator[Edit]:
                     break
 
 
-def _judged(pair: Pair, edit: Edit, checks: Sequence[str], fresh: _Fresh) -> Mutant:
+def _judged(pair: Pair, edit: Edit, checks: Sequence[str], fresh: FreshRuns) -> Mutant:
     mutant = Mutant(edit.kind, edit.key.place, edit.sentence)
     if "forward" in checks and _outputs_differ(pair):
         return replace(mutant, detected_by="forward")
@@ -256,47 +257,3 @@ def _outputs_differ(pair: Pair) -> bool:
     ours = pair.run("flax", pair.uncompiled).outputs
     errors = tolerance.relative(ours, pair.plain.outputs)
     return not tolerance.within(errors, tolerance.FORWARD)
-
-
-class _Fresh:
-    """Runs of a JAX side on other inputs than those of its pair, to compare mutants with it.
-
-    Args:
-        pair: pair of modules.
-        right: its JAX side, without an edit.
-    """
-
-    def __init__(self, pair: Pair, right: Adapter):
-        self._runs: list[tuple[RunSpec, Result]] = []
-        random = np.random.default_rng(pair.seed + FRESH)
-        for more in ((), (0,), (1,), (0, 1)):
-            inputs = {name: _redrawn(x, more, random) for name, x in pair.inputs.items()}
-            spec = pair.run_spec("fresh", inputs=inputs)
-            try:
-                outputs = right.run(spec).outputs
-            # A module may take inputs of one size alone, and raise what it likes at others.
-            except Exception:
-                continue
-            if any(is_floating(output) for output in outputs.values()):
-                cotangents = pair.cotangents_for(outputs)
-                spec = replace(spec, cotangents=cotangents)
-            result = right.run(spec)
-            self._runs.append((spec, result))
-
-    def equivalent(self, adapter: Adapter) -> bool:
-        """Whether an edited side returns the same outputs and gradients."""
-        return all(_equal(adapter.run(spec), result) for spec, result in self._runs)
-
-
-def _redrawn(x: np.ndarray, more: Sequence[int], random: np.random.Generator) -> np.ndarray:
-    shape = tuple(size + 3 * (axis in more) for axis, size in enumerate(x.shape))
-    if is_floating(x):
-        return random.normal(size=shape)
-    return random.choice(x.reshape(-1), shape) if x.size else x
-
-
-def _equal(found: Result, wanted: Result) -> bool:
-    errors = tolerance.relative(found.outputs, wanted.outputs)
-    gradients = tolerance.gradient_errors(found.gradients, wanted.gradients)
-    forward = tolerance.within(errors, tolerance.FORWARD)
-    return forward and tolerance.within(gradients, tolerance.GRADIENT)

@@ -13,8 +13,10 @@ from flax_attn.parity.adapters.adapter import AdapterError, Arrays, NotRun, RunS
 from flax_attn.parity.check import Check, any_finite, worst_of
 from flax_attn.parity.pair import Pair
 
-# New sizes, by the name of an input and the place of its axis.
-Sizes = dict[tuple[str, int], int]
+# The name of an input, and the number of an axis.
+Place = tuple[str, int]
+# New sizes of axes.
+Sizes = dict[Place, int]
 # Shapes that are compared, at most: JAX compiles each of them.
 MOST = 4
 # What stands before the shapes in the name of a run.
@@ -26,7 +28,7 @@ class Axes:
     """The axes of one size, which are as a rule one: tokens of queries, keys and a mask."""
 
     size: int
-    places: tuple[tuple[str, int], ...]
+    places: tuple[Place, ...]
 
     def together(self, size: int) -> Sizes:
         """Return a new size for all of them."""
@@ -83,14 +85,13 @@ def _errors(pair: Pair, spec: RunSpec, shape: str) -> dict[str, float]:
 
 
 def _groups(pair: Pair) -> Iterator[Axes]:
-    places: defaultdict[int, list[tuple[str, int]]] = defaultdict(list)
+    places: defaultdict[int, list[Place]] = defaultdict(list)
     for name, array in _arrays(pair).items():
         for axis, size in enumerate(array.shape):
             places[size].append((name, axis))
     # Nothing can be repeated to fill an axis of size 0.
     places.pop(0, None)
-    for size, axes in places.items():
-        yield Axes(size, tuple(axes))
+    yield from (Axes(size, tuple(axes)) for size, axes in places.items())
 
 
 def _arrays(pair: Pair) -> Arrays:

@@ -22,13 +22,12 @@ def padding_in_torch(
         lengths: number of real tokens of each row.
         parameters: names of the parameters; gradients of inputs are those of padding, too.
     """
-    bad = []
-    for name, output in sorted(reference.outputs.items()):
-        if _reached(output, lengths):
-            bad.append(name)
-    for name, gradient in sorted(reference.gradients.items()):
+    outputs, gradients = reference.outputs, reference.gradients
+    bad = [name for name in sorted(outputs) if _reached(outputs[name], lengths)]
+    for name in sorted(gradients):
         parameter = name.removeprefix(GRADIENT_OF)
-        if parameter in parameters and not np.isfinite(gradient).all():
+        finite = np.isfinite(gradients[name]).all()
+        if parameter in parameters and not finite:
             bad.append(name)
     if bad:
         yield f"PyTorch lets padding reach real tokens of {', '.join(bad)}"
@@ -37,10 +36,9 @@ def padding_in_torch(
 def _reached(output: np.ndarray, lengths: np.ndarray) -> bool:
     """Whether padding reaches a real token of an output, or what is pooled of a row with some."""
     finite = np.isfinite(output)
+    # What is computed of all rows together is computed of their padding, if that is no number.
     if not output.ndim or len(output) != len(lengths):
-        # What is computed of all rows together is computed of their padding, if that is no number.
         return not finite.all()
     if output.ndim == 1:
         return not finite[lengths > 0].all()
-    rows = zip(finite, lengths, strict=True)
-    return not all(row[:length].all() for row, length in rows)
+    return not all(row[:length].all() for row, length in zip(finite, lengths, strict=True))

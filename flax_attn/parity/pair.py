@@ -71,17 +71,13 @@ class Pair:
         random = np.random.default_rng(self.seed)
         shared = {entry.theirs for entry in self.entries}
         weights = dict(self.weights)
-        for name, array in self.weights.items():
-            # What a layout ignores is not shared and keeps its values.
-            if name not in shared:
-                continue
-            # Of the size that keeps the output of a Linear layer as large as its input.
-            width = array.shape[-1] if array.shape else 1
-            drawn = random.normal(size=array.shape) / width**0.5
+        # What a layout ignores is not shared and keeps its values.
+        for name in [name for name in weights if name in shared]:
+            drawn = _as_wide(weights[name].shape, random)
             # What is not trained is positive, as statistics have to be.
             if name not in self.trainable:
-                drawn = 0.5 + np.abs(drawn)
-            weights[name] = np.asarray(drawn)
+                drawn = np.asarray(0.5 + np.abs(drawn))
+            weights[name] = drawn
         return weights
 
     @cached_property
@@ -127,18 +123,21 @@ class Pair:
     def _once(self, framework: str, spec: RunSpec | TrainingSpec, method: str) -> Any:
         key = framework, spec.name
         if key not in self._results:
-            adapter = self.flax if framework == "flax" else self.torch
-            try:
-                self._results[key] = getattr(adapter, method)(spec)
-            except NotRun:
-                raise
-            # Any error of a user's module is a result.
-            except Exception as error:
-                self._results[key] = error
+            self._results[key] = self._attempt(framework, spec, method)
         result = self._results[key]
         if isinstance(result, Exception):
             raise AdapterError(f"{framework} raised {type(result).__name__}: {result}") from result
         return result
+
+    def _attempt(self, framework: str, spec: RunSpec | TrainingSpec, method: str) -> Any:
+        adapter = self.flax if framework == "flax" else self.torch
+        try:
+            return getattr(adapter, method)(spec)
+        except NotRun:
+            raise
+        # Any error of a user's module is a result.
+        except Exception as error:
+            return error
 
     def both(self, spec: RunSpec) -> tuple[Result, Result]:
         """Return the results of Flax and of PyTorch.
@@ -150,8 +149,7 @@ class Pair:
         return self._both(spec, "run")
 
     def _both(self, spec: RunSpec | TrainingSpec, method: str) -> tuple[Any, Any]:
-        found = []
-        errors = []
+        found, errors = [], []
         for framework in ("flax", "torch"):
             try:
                 result = self._once(framework, spec, method)
@@ -290,6 +288,12 @@ class Pair:
         for name in cached:
             vars(other).pop(name, None)
         return other
+
+
+def _as_wide(shape: tuple[int, ...], random: np.random.Generator) -> np.ndarray:
+    """Return weights that keep the output of a Linear layer as large as its input."""
+    width = shape[-1] if shape else 1
+    return np.asarray(random.normal(size=shape) / width**0.5)
 
 
 def _normal(arrays: Arrays, random: np.random.Generator) -> Arrays:

@@ -72,8 +72,7 @@ def _compared(name: str, ours: Sequence[Taken], theirs: Sequence[Taken]) -> tupl
     # What PyTorch computes within one operation, such as a GELU, JAX may compute in bfloat16.
     differs = bool(low) and len(wide) < len(needed)
     here = f"bfloat16 at {_listed(low)}" if differs else "float32"
-    there = f"float32 at {_listed(needed)}"
-    return f"{name}: flax {here}, torch {there}", differs
+    return f"{name}: flax {here}, torch float32 at {_listed(needed)}", differs
 
 
 def _places(taken: Sequence[Taken], name: str, low: bool) -> list[str]:

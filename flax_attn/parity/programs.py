@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -28,7 +28,7 @@ def callbacks(pair: Pair, checks: Sequence[Check]) -> Iterator[str]:
     """Yield a sentence if JAX calls back into the host, which the program is no part of."""
     compiled = any(check.ran and check.name in ("forward", "gradients") for check in checks)
     spec = pair.float64 if compiled else pair.uncompiled
-    found = {_place(eqn) for eqn in _equations(pair, spec) if _name(eqn) in CALLBACKS}
+    found = _places(pair, spec, _is_callback)
     if found:
         yield f"JAX calls back into Python{_listed(found)}; what that computes is no port"
 
@@ -43,7 +43,7 @@ def wider_dtypes(pair: Pair, checks: Sequence[Check]) -> Iterator[str]:
     in_float64: defaultdict[str, list[str]] = defaultdict(list)
     for dtype in ran:
         spec = pair.lower[dtype]
-        found = {_place(eqn) for eqn in _equations(pair, spec) if _is_widened(eqn)}
+        found = _places(pair, spec, _is_widened)
         if not found:
             yield from _wider_outputs(pair, dtype)
         # A port that widens where PyTorch does is right.
@@ -56,8 +56,15 @@ def wider_dtypes(pair: Pair, checks: Sequence[Check]) -> Iterator[str]:
         )
 
 
+def _places(pair: Pair, spec: RunSpec, chosen: Callable[[Any], bool]) -> set[str]:
+    return {_place(eqn) for eqn in _equations(pair, spec) if chosen(eqn)}
+
+
 def _wider_outputs(pair: Pair, dtype: str) -> Iterator[str]:
-    ours, theirs = (pair.run(side, pair.lower[dtype]).dtypes for side in ("flax", "torch"))
+    spec = pair.lower[dtype]
+    # The check has run both: nothing is computed again.
+    ours = pair.run("flax", spec).dtypes
+    theirs = pair.run("torch", spec).dtypes
     for name in sorted(ours.keys() & theirs.keys()):
         if _bytes(ours[name]) > _bytes(theirs[name]):
             yield f"{dtype}: JAX returns {name} in {ours[name]}, PyTorch in {theirs[name]}"
@@ -87,12 +94,12 @@ def _inside(program: Any) -> Iterator[Any]:
             yield from _inside(inner)
 
 
-def _name(eqn: Any) -> str:
-    return eqn.primitive.name
+def _is_callback(eqn: Any) -> bool:
+    return eqn.primitive.name in CALLBACKS
 
 
 def _is_widened(eqn: Any) -> bool:
-    if _name(eqn) != "convert_element_type" or eqn.params["new_dtype"] != np.float64:
+    if eqn.primitive.name != "convert_element_type" or eqn.params["new_dtype"] != np.float64:
         return False
     kind = str(eqn.invars[0].aval.dtype)
     return kind in LOWER

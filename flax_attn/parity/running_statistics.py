@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from flax import nnx
 
+from flax_attn.convert.rules import Entry
 from flax_attn.parity import tolerance
 from flax_attn.parity.adapters.adapter import (
     AdapterError,
@@ -39,7 +40,8 @@ def running_statistics(pair: Pair) -> Check:
     theirs = _of_torch(pair, spec)
     ours = _of_flax(pair, spec)
     factors = dict(_factors(pair, ours.outputs, theirs.outputs))
-    compared = [name for name in theirs.outputs if name in ours.outputs and name not in factors]
+    both = [name for name in theirs.outputs if name in ours.outputs]
+    compared = [name for name in both if name not in factors]
     errors = _over_rule(ours, theirs, compared)
     second = _of_two_calls(pair, spec, compared)
     # What one call shows is not said again of two.
@@ -48,8 +50,9 @@ def running_statistics(pair: Pair) -> Check:
     errors |= _gradients_over_rule(pair, ours, theirs)
     note = "; ".join(_rates(pair, ours.outputs, theirs.outputs))
     check = worst_of(NAME, errors, 1.0, note, flax=ours.arrays, torch=theirs.arrays)
+    covers = ("train mode without dropout",)
     untested = (*_unbiased(factors), *_not_kept(ours, theirs))
-    return replace(check, covers=("train mode without dropout",), untested=untested)
+    return replace(check, covers=covers, untested=untested)
 
 
 def _spec(pair: Pair) -> RunSpec:
@@ -118,15 +121,22 @@ def _gradients_over_rule(pair: Pair, ours: Result, theirs: Result) -> dict[str, 
 def _factors(pair: Pair, ours: Arrays, theirs: Arrays) -> Iterator[tuple[str, float]]:
     """Yield n / (n - 1) for each running variance of `nnx.BatchNorm` that differs by only that."""
     momenta = _momenta(getattr(pair.flax, "module", None))
-    for entry in pair.entries:
-        name = kept_name(entry.theirs)
+    for entry in _kept_by_both(pair, ours, theirs):
         momentum = momenta.get(entry.ours[0])
-        if momentum is None or name not in ours or name not in theirs:
+        if momentum is None:
             continue
+        name = kept_name(entry.theirs)
         old = momentum * pair.weights[entry.theirs]
         factor = _ratio(theirs[name] - old, ours[name] - old)
         if factor > 1 and _is_whole(factor / (factor - 1)):
             yield name, factor
+
+
+def _kept_by_both(pair: Pair, ours: Arrays, theirs: Arrays) -> Iterator[Entry]:
+    for entry in pair.entries:
+        name = kept_name(entry.theirs)
+        if name in ours and name in theirs:
+            yield entry
 
 
 def _momenta(module: Any) -> dict[str, float]:
@@ -161,11 +171,11 @@ def _ratio(first: np.ndarray, second: np.ndarray) -> float:
 
 def _rates(pair: Pair, ours: Arrays, theirs: Arrays) -> Iterator[str]:
     """Yield how much further JAX moves each running mean, where it moves it the same way."""
-    for entry in pair.entries:
+    for entry in _kept_by_both(pair, ours, theirs):
         statistic = entry.theirs
-        name = kept_name(statistic)
-        if name not in ours or name not in theirs or not statistic.endswith("mean"):
+        if not statistic.endswith("mean"):
             continue
+        name = kept_name(statistic)
         old = pair.weights[statistic]
         rate = _ratio(ours[name] - old, theirs[name] - old)
         # 0 is no common ratio.

@@ -35,6 +35,7 @@ def weight_map(
             claimed twice.
     """
     try:
+        # What is no NNX module cannot be asked for the widths of heads.
         axes = axes_of(flax, layout) if isinstance(flax, nnx.Module) else no_axes
         entries = plan(shapes, layout, axes, statistics)
     except ConversionError as error:

@@ -19,17 +19,22 @@ from flax_attn.parity.adapters.adapter import (
     Untested,
     dtypes,
     float64,
-    is_floating,
     kept_name,
-    rounding_factors,
 )
 from flax_attn.parity.adapters.module_adapter import ModuleAdapter, check_kind, output_of
 from flax_attn.parity.adapters.torch_dropout import WithoutDropout
 from flax_attn.parity.adapters.torch_functions import TorchFunctions
 from flax_attn.parity.adapters.torch_rounding import MoreRounding
+from flax_attn.parity.adapters.torch_tensors import (
+    Tensors,
+    as_extras,
+    as_tensors,
+    cast,
+    copied,
+    round_stochastically,
+)
 from flax_attn.parity.training import TrainingSpec
 
-Tensors = dict[str, torch.Tensor]
 # The names of buffers that are loaded and stored like parameters.
 STATISTICS = ("running_mean", "running_var", "selection_bias")
 
@@ -91,22 +96,18 @@ class TorchAdapter(ModuleAdapter):
 
     def arrays(self, arrays: Mapping[str, np.ndarray], dtype: str = "float64") -> Tensors:
         """Return inputs as tensors, floating ones cast."""
-        kind = getattr(torch, dtype)
-        found = {}
-        for name, array in arrays.items():
-            found[name] = torch.tensor(array, dtype=kind if is_floating(array) else None)
-        return found
+        return as_tensors(arrays, dtype)
 
     def run(self, spec: RunSpec) -> Result:
         """Run once."""
         module = self._prepared(spec)
         inputs = self.arrays(spec.inputs)
         if spec.rounding_seed:
-            _round_stochastically([*self._parameters(module).values(), *inputs.values()], spec)
+            round_stochastically([*self._parameters(module).values(), *inputs.values()], spec)
         kind = getattr(torch, spec.dtype)
         if isinstance(module, torch.nn.Module):
             module = module.to(kind)
-        inputs = _cast(inputs, kind)
+        inputs = cast(inputs, kind)
         differentiate = spec.cotangents is not None
         for tensor in inputs.values():
             tensor.requires_grad_(differentiate and tensor.is_floating_point())
@@ -120,11 +121,11 @@ class TorchAdapter(ModuleAdapter):
 
     def _outputs(self, module: Any, inputs: Tensors, spec: RunSpec) -> Tensors:
         random = torch.get_rng_state()
-        extras = _extras(spec.extras)
+        extras = as_extras(spec.extras)
         if spec.before is not None:
             before = self.arrays(spec.before, spec.dtype)
             self.call(module, before, extras)
-        outputs = self.call(module, _copied(inputs), extras, spec.cached)
+        outputs = self.call(module, copied(inputs), extras, spec.cached)
         if spec.mode == "statistics":
             _check_mode(module, random)
             outputs |= self._kept(module)
@@ -158,8 +159,8 @@ class TorchAdapter(ModuleAdapter):
         targets = self.arrays(spec.targets)
         losses = []
         for key in spec.keys:
-            extras = _extras({**spec.extras, "dropout_key": key})
-            outputs = self.call(module, _copied(inputs), extras)
+            extras = as_extras({**spec.extras, "dropout_key": key})
+            outputs = self.call(module, copied(inputs), extras)
             loss = _loss(outputs, targets)
             gradients = _differentiated(loss, trained)
             # 0 where there is none: the optimizer would skip None, and optax decays such weights.
@@ -223,31 +224,12 @@ class TorchAdapter(ModuleAdapter):
         return tensors
 
 
-@torch.no_grad()
-def _round_stochastically(tensors: list[torch.Tensor], spec: RunSpec) -> None:
-    eps = torch.finfo(getattr(torch, spec.dtype)).eps
-    factors = rounding_factors(spec.rounding_seed, eps)
-    for tensor in tensors:
-        if tensor.is_floating_point():
-            drawn = factors(tuple(tensor.shape))
-            tensor.mul_(torch.from_numpy(drawn))
-
-
-def _cast(inputs: Tensors, kind: torch.dtype) -> Tensors:
-    return {name: x.to(kind) if x.is_floating_point() else x for name, x in inputs.items()}
-
-
 def _check_mode(module: Any, random: torch.Tensor) -> None:
     """Raise where a call cannot be compared in train mode without dropout."""
     if isinstance(module, torch.nn.Module) and not module.training:
         raise Untested("the call of PyTorch leaves train mode by itself")
     if not torch.equal(torch.get_rng_state(), random):
         raise Untested("PyTorch draws random numbers in train mode beside those of dropout")
-
-
-def _copied(inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    # A module may write into what it is given, which PyTorch refuses for what is differentiated.
-    return {name: tensor.clone() for name, tensor in inputs.items()}
 
 
 def _loss(outputs: Mapping[str, torch.Tensor], targets: Tensors) -> torch.Tensor:
@@ -295,7 +277,3 @@ def _contexts(spec: RunSpec) -> Iterator[AbstractContextManager]:
         yield MoreRounding(spec.rounding_seed)
     if spec.mode == "statistics":
         yield WithoutDropout()
-
-
-def _extras(extras: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
-    return {name: torch.from_numpy(np.asarray(value, order="C")) for name, value in extras.items()}

@@ -32,7 +32,7 @@ def tables_of(adapter: Adapter, spec: RunSpec, ids: Arrays) -> dict[str, tuple[i
                 continue
             # Ids that are passed to several tables have to be rows of each.
             known = found.get(name, table)
-            found[name] = min(known, table, key=lambda one: one[0])
+            found[name] = min(table, known, key=lambda one: one[0])
 
     hook = register_module_forward_pre_hook(look)
     try:

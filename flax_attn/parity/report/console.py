@@ -144,13 +144,14 @@ def _cell(check: Check | None) -> Text:
         return Text("-", style="dim")
     if check.nothing:
         return Text("nothing", style="bold red")
+    error = wording.error(check)
     if not check.passed:
-        return Text(wording.error(check), style="bold red")
+        return Text(error, style="bold red")
     if check.name == "layouts":
         # How many there are.
         count = check.note.count(", ") + 1
         return Text(str(count))
-    return Text(wording.error(check))
+    return Text(error)
 
 
 def _verdict(report: Findings) -> Text:
@@ -163,10 +164,8 @@ def _parts(report: Findings, pairs: bool) -> Iterator[RenderableType]:
     yield from _titled("not tested", report.coverage.untested, "yellow")
     yield from _titled("what they compute differently", report.where)
     yield from _titled("look at next", next_steps(report))
-    ran = [check for check in report.checks if check.ran]
-    yield _checks(ran)
-    nothing = [_missing(check) for check in report.checks if check.nothing]
-    yield from _titled("nothing compared", nothing, "bold red")
+    yield _checks(report.ran)
+    yield from _titled("nothing compared", map(_missing, report.compared_nothing), "bold red")
     # One that applies and was not tried stands above, as not tested.
     skipped = [_missing(check) for check in report.checks if check.skipped and not check.untested]
     yield from _titled("not run", skipped, "dim")
@@ -212,6 +211,7 @@ def _pairs(entries: Sequence[Entry]) -> Iterator[RenderableType]:
     rows = _table()
     for column in ("torch", "shape", "flax", "shape", "flax to torch"):
         rows.add_column(column, overflow="fold")
+    # A model has hundreds of them, and a terminal few lines.
     for entry in entries[:PAIRS]:
         cells = (
             entry.theirs,

@@ -60,8 +60,7 @@ class Findings:
     @property
     def passed(self) -> bool:
         """Whether something was measured, and every rule holds."""
-        measured = any(check.ran for check in self.checks)
-        return measured and not self.failed
+        return bool(self.ran) and not self.failed
 
     @property
     def differs(self) -> bool:
@@ -75,10 +74,19 @@ class Findings:
             return "different"
         # Without outputs to compare, that shapes agree is not worth the name.
         forward = self.check("forward")
-        compared = any(check.ran for check in self.checks)
-        if not compared or (forward is not None and not forward.ran):
+        if not self.ran or (forward is not None and not forward.ran):
             return "not compared"
         return "equal" if self.passed and not self.coverage.untested else "equal where tested"
+
+    @property
+    def ran(self) -> list[Check]:
+        """The checks that measured something."""
+        return [check for check in self.checks if check.ran]
+
+    @property
+    def compared_nothing(self) -> list[Check]:
+        """The checks that apply, and had nothing to compare."""
+        return [check for check in self.checks if check.nothing]
 
     @property
     def failed(self) -> list[Check]:
@@ -88,7 +96,7 @@ class Findings:
     @property
     def margin(self) -> float:
         """How many times the error of the worst check fits into its rule."""
-        return min((check.margin for check in self.checks if check.ran), default=np.inf)
+        return min((check.margin for check in self.ran), default=np.inf)
 
     @property
     def causes(self) -> list[str]:
@@ -139,6 +147,7 @@ def _explained(checks: Sequence[Check]) -> Iterator[str]:
     for check in checks:
         if check.nothing:
             alike[check.missing].append(check.name)
+    # An empty batch, for one, is a reason of nearly all checks.
     for reason, names in alike.items():
         yield f"{', '.join(names)}: {reason}"
     yield from (check.explain() for check in checks if not check.nothing)

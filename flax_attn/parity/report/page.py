@@ -137,13 +137,18 @@ def _tensors(report: Findings) -> dict[str, dict[str, float]]:
     checks = [check for check in report.checks if check.limit]
     for check in checks:
         for name, error in check.errors.items():
-            row = found[name.removeprefix(GRADIENT_OF)]
+            tensor = name.removeprefix(GRADIENT_OF)
+            row = found[tensor]
             ratio = wording.times(error, check.limit)
             # A tensor and its gradient share a row, which shows the worse.
             row[check.name] = max(row.get(check.name, 0.0), ratio)
-    worst = {name: max(ratios.values()) for name, ratios in found.items()}
-    order = sorted(found, key=lambda name: -worst[name])
-    return {name: found[name] for name in order[:TENSORS]}
+    return _worst_rows(found)
+
+
+def _worst_rows(rows: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
+    worst = {name: max(ratios.values()) for name, ratios in rows.items()}
+    order = sorted(rows, key=lambda name: -worst[name])
+    return {name: rows[name] for name in order[:TENSORS]}
 
 
 def _attention(report: Findings, size: int) -> tuple[list[Any], str]:

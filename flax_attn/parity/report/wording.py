@@ -87,8 +87,8 @@ def verdict(report: Findings) -> str:
 
 def reason(report: Findings) -> str:
     """Return what the verdict rests on, in a sentence."""
-    ran = sum(check.ran for check in report.checks)
-    nothing = sum(bool(check.nothing) for check in report.checks)
+    ran = len(report.ran)
+    nothing = len(report.compared_nothing)
     if not ran and not nothing:
         return report.error or "No check was run."
     if report.passed:
