@@ -35,10 +35,8 @@ class MoreRounding(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:
         """Call an operation, and round what it has written."""
-        kwargs = kwargs or {}
-        # Before the call, which may write into what it is given.
         exact = all(map(_is_exact, _float64([args, kwargs])))
-        found = func(*args, **kwargs)
+        found = func(*args, **(kwargs or {}))
         results = found if isinstance(found, tuple | list) else (found,)
         for result, declared in zip(results, func._schema.returns, strict=False):
             alias = declared.alias_info
@@ -46,14 +44,13 @@ class MoreRounding(TorchDispatchMode):
             if alias is not None and not alias.is_write:
                 continue
             for tensor in _float64(result):
-                if not exact or not _is_exact(tensor):
+                if not (exact and _is_exact(tensor)):
                     _round(tensor, self._factors)
         return found
 
 
 def _round(tensor: torch.Tensor, factors: Callable) -> None:
-    drawn = factors(tuple(tensor.shape))
-    tensor.mul_(torch.from_numpy(drawn))
+    tensor.mul_(torch.from_numpy(factors(tuple(tensor.shape))))
 
 
 def _float64(tree: Any) -> list[torch.Tensor]:
