@@ -19,9 +19,11 @@ from statistics import median, quantiles
 
 # Measured by the folder where none is given.
 PACKAGES = ("flax_attn", "torch_ref", "attn_spec", "parity_tests", "tools", "examples")
-SHORTEST = 8  # lines of a function that is measured
+# Lines of a function that is measured.
+SHORTEST = 8
 WIDTH = 100
 GOALS = {"median": 9.0, "90th": 14.0, "comments": 0.03, "wide": 0.0}
+Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def comment_lines(text: str) -> set[int]:
@@ -37,24 +39,28 @@ def comment_lines(text: str) -> set[int]:
 
 def densities(text: str) -> list[float]:
     """Return the nodes a line of every function that is long enough."""
-    skipped = comment_lines(text)
-    # Blank lines hold nothing either: spreading code out is no merit.
-    for number, line in enumerate(text.splitlines(), 1):
-        if not line.strip():
-            skipped.add(number)
-    found = []
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            docstring, body = split_docstring(node)
-            code = lines_of(node) - docstring - skipped
-            if len(code) >= SHORTEST:
-                found.append(count_nodes(node, body) / len(code))
-    return found
+    skipped = comment_lines(text) | blank_lines(text)
+    functions = [node for node in ast.walk(ast.parse(text)) if isinstance(node, Function)]
+    measured = [density(function, skipped) for function in functions]
+    return [one for one in measured if one is not None]
 
 
-def split_docstring(
-    function: ast.FunctionDef | ast.AsyncFunctionDef,
-) -> tuple[set[int], list[ast.stmt]]:
+def density(function: Function, skipped: set[int]) -> float | None:
+    """Return the nodes a line of a function without the skipped lines; None if it is short."""
+    docstring, body = split_docstring(function)
+    code = lines_of(function) - docstring - skipped
+    if len(code) < SHORTEST:
+        return None
+    return count_nodes(function, body) / len(code)
+
+
+def blank_lines(text: str) -> set[int]:
+    """Return the numbers of the lines that hold nothing: spreading code out is no merit."""
+    lines = text.splitlines()
+    return {number for number, line in enumerate(lines, 1) if not line.strip()}
+
+
+def split_docstring(function: Function) -> tuple[set[int], list[ast.stmt]]:
     """Return the numbers of the lines of the docstring, and the statements behind it."""
     if ast.get_docstring(function) is None:
         return set(), function.body
@@ -67,7 +73,7 @@ def lines_of(node: ast.stmt) -> set[int]:
     return set(range(node.lineno, node.end_lineno + 1))
 
 
-def count_nodes(function: ast.FunctionDef | ast.AsyncFunctionDef, body: Iterable[ast.stmt]) -> int:
+def count_nodes(function: Function, body: Iterable[ast.stmt]) -> int:
     """Return the nodes of a function with this body, itself included."""
     parts = [function.args, *function.decorator_list, *body]
     if function.returns is not None:
@@ -89,14 +95,16 @@ def files(given: Sequence[str]) -> dict[str, list[Path]]:
         SystemExit: if git knows no Python file in a folder.
     """
     found = defaultdict(list)
+    for name in given:
+        paths = listed(name)
+        # Else a misspelt folder would miss no goal.
+        if not paths:
+            sys.exit(f"git knows no Python file in {name}. Pass a folder of the repository")
+        found[name] = paths
     if not given:
         for path in listed(*PACKAGES):
-            found[folder_of(path)].append(path)
-    for name in given:
-        found[name] = listed(name)
-        # Else a misspelt folder would miss no goal.
-        if not found[name]:
-            sys.exit(f"git knows no Python file in {name}. Pass a folder of the repository")
+            folder = folder_of(path)
+            found[folder].append(path)
     return found
 
 
@@ -111,21 +119,21 @@ def listed(*names: str) -> list[Path]:
 
 def figures_of(paths: Sequence[Path]) -> dict[str, float]:
     """Return the figures of some files together."""
-    found, lines, comments, wide = [], 0, 0, 0
+    found, lines, comments = [], [], 0
     for path in paths:
         text = path.read_text(encoding="utf-8")
         found += densities(text)
+        lines += text.splitlines()
         comments += len(comment_lines(text))
-        for line in text.splitlines():
-            lines += 1
-            wide += len(line) > WIDTH
+    wide = sum(len(line) > WIDTH for line in lines)
+    count = max(len(lines), 1)
     # A folder without a long function has nothing to miss.
     return {
         "median": median(found) if found else 0.0,
         "90th": quantiles(found, n=10)[-1] if len(found) > 1 else 0.0,
-        "comments": comments / max(lines, 1),
-        "wide": wide / max(lines, 1),
-        "lines": lines,
+        "comments": comments / count,
+        "wide": wide / count,
+        "lines": len(lines),
     }
 
 

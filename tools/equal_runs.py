@@ -6,6 +6,7 @@ Docstrings, comments and blank lines are left out.
 
 import ast
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -13,7 +14,20 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("flax_attn", "torch_ref")
 SHORTEST = 30
-Line = tuple[int, str]  # its number in the file, and its text
+# Where a window of lines begins: the path of its file, and its place among the lines of code.
+Start = tuple[str, int]
+Window = tuple[str, ...]
+
+
+class Line(NamedTuple):
+    """A line of code: its number in the file, and its text."""
+
+    number: int
+    text: str
+
+
+# The lines of code of each file, by its path.
+Files = dict[str, list[Line]]
 
 
 class EqualRun(NamedTuple):
@@ -39,58 +53,86 @@ def docstring_lines(tree: ast.AST) -> set[int]:
 
 def code_lines(text: str) -> list[Line]:
     """Return the lines that are code, with their numbers."""
-    docstrings = docstring_lines(ast.parse(text))
-    numbered = enumerate(text.splitlines(), 1)
-    candidates = [(i, line.rstrip()) for i, line in numbered if i not in docstrings]
-    return [(i, line) for i, line in candidates if line and not line.lstrip().startswith("#")]
+    tree = ast.parse(text)
+    docstrings = docstring_lines(tree)
+    # Indentation stays: the same words at another depth are another line.
+    lines = [Line(i, line.rstrip()) for i, line in enumerate(text.splitlines(), 1)]
+    return [line for line in lines if is_code(line.text) and line.number not in docstrings]
 
 
-def packages(root: Path = ROOT) -> list[dict[str, list[Line]]]:
+def is_code(text: str) -> bool:
+    """Return whether a line is neither blank nor a comment."""
+    code = text.strip()
+    return bool(code) and not code.startswith("#")
+
+
+def packages(root: Path = ROOT) -> list[Files]:
     """Return the code lines of every file of the two packages, by path."""
-    found = []
-    for package in PACKAGES:
-        paths = sorted((root / package).rglob("*.py"))
-        texts = {str(path.relative_to(root)): path.read_text(encoding="utf-8") for path in paths}
-        found.append({path: code_lines(text) for path, text in texts.items()})
+    return [files_of(root / package, root) for package in PACKAGES]
+
+
+def files_of(folder: Path, root: Path) -> Files:
+    """Return the code lines of every file in a folder, by its path from the root."""
+    found = {}
+    for path in sorted(folder.rglob("*.py")):
+        name = str(path.relative_to(root))
+        found[name] = code_lines(path.read_text(encoding="utf-8"))
     return found
 
 
-def windows(lines: list[Line], size: int) -> Iterator[tuple[int, tuple[str, ...]]]:
-    """Yield the text of every window of this many lines, with its place in the list."""
-    texts = tuple(text for _, text in lines)
-    for start in range(len(texts) - size + 1):
-        yield start, texts[start : start + size]
+def windows(files: Files, size: int) -> Iterator[tuple[Start, Window]]:
+    """Yield the text of every window of this many lines, with the place where it begins."""
+    for path, lines in files.items():
+        texts = tuple(line.text for line in lines)
+        for start in range(len(texts) - size + 1):
+            yield (path, start), texts[start : start + size]
 
 
-def equal_runs(
-    ours: dict[str, list[Line]], theirs: dict[str, list[Line]], shortest: int = SHORTEST
-) -> list[EqualRun]:
+def equal_runs(ours: Files, theirs: Files, shortest: int = SHORTEST) -> list[EqualRun]:
     """Return the runs of at least this many equal lines, the longest first."""
-    index: dict[tuple[str, ...], list[tuple[str, int]]] = {}
-    for path, lines in ours.items():
-        for start, window in windows(lines, shortest):
-            index.setdefault(window, []).append((path, start))
-    # What has been counted as the inside of a run: the next window begins one line further.
-    inside: set[tuple[str, int, str, int]] = set()
     found = []
-    for path, lines in theirs.items():
-        for start, window in windows(lines, shortest):
-            for other, begin in index.get(window, ()):
-                if (other, begin, path, start) in inside:
-                    continue
-                size = shortest
-                left, right = ours[other][begin:], lines[start:]
-                while size < min(len(left), len(right)) and left[size][1] == right[size][1]:
-                    size += 1
-                for step in range(1, size - shortest + 1):
-                    inside.add((other, begin + step, path, start + step))
-                places = f"{other}:{left[0][0]}", f"{path}:{right[0][0]}"
-                found.append(EqualRun(size, places, left[0][1]))
+    for (one, begin), (other, start) in equal_windows(ours, theirs, shortest):
+        before = equal_lines(ours[one][:begin][::-1], theirs[other][:start][::-1])
+        # It began with the first of the lines before that are equal as well.
+        if before:
+            continue
+        left = ours[one][begin:]
+        right = theirs[other][start:]
+        size = equal_lines(left, right)
+        first, second = left[0], right[0]
+        places = f"{one}:{first.number}", f"{other}:{second.number}"
+        found.append(EqualRun(size, places, first.text))
     return sorted(found, key=lambda run: -run.size)
 
 
-if __name__ == "__main__":
+def equal_windows(ours: Files, theirs: Files, size: int) -> Iterator[tuple[Start, Start]]:
+    """Yield where windows of equal lines begin, in the order of their lines."""
+    index: defaultdict[Window, list[Start]] = defaultdict(list)
+    for start, window in windows(ours, size):
+        index[window].append(start)
+    for start, window in windows(theirs, size):
+        # Asked by `get`, which adds nothing to the index.
+        for same in index.get(window, ()):
+            yield same, start
+
+
+def equal_lines(ours: list[Line], theirs: list[Line]) -> int:
+    """Return how many lines are equal from the first on."""
+    count = 0
+    for left, right in zip(ours, theirs, strict=False):
+        if left.text != right.text:
+            break
+        count += 1
+    return count
+
+
+def main() -> None:
+    """Print the runs, those of at least as many lines as the command line says."""
     shortest = int(sys.argv[1]) if len(sys.argv) > 1 else SHORTEST
     ours, theirs = packages()
     for run in equal_runs(ours, theirs, shortest):
         print(run)
+
+
+if __name__ == "__main__":
+    main()

@@ -12,6 +12,7 @@ import ast
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -46,6 +47,10 @@ LEAST = {"you": 9.0}
 MOST = {"that of": 0.2, "semicolons": 3.0, "alone": 0.3}
 
 WORD = re.compile(r"[A-Za-z][A-Za-z'-]*")
+# Names in backticks.
+CODE = re.compile(r"`+[^`]*`+")
+# What may have a docstring.
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 # What is no prose in Markdown: it is blanked, so that lines keep their numbers.
 NO_PROSE = (
     re.compile(r"\A---\n.*?\n---\n", re.DOTALL),
@@ -98,20 +103,22 @@ def markdown(text: str) -> str:
 
 def docstrings(tree: ast.AST) -> Iterator[tuple[int, str]]:
     """Yield the line and the prose of each docstring."""
-    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    for node in ast.walk(tree):
-        if isinstance(node, documented) and ast.get_docstring(node, clean=False):
-            first = node.body[0]
-            text = ast.get_docstring(node, clean=False) or ""
-            yield first.lineno, "\n".join(map(spoken, text.split("\n")))
+    documented = (node for node in ast.walk(tree) if isinstance(node, DOCUMENTED))
+    for node in documented:
+        # Not cleaned: lines keep their numbers.
+        text = ast.get_docstring(node, clean=False)
+        if text:
+            lines = map(without_code, text.split("\n"))
+            yield node.body[0].lineno, "\n".join(lines)
 
 
-def spoken(line: str) -> str:
-    """Return a line of a docstring without its code: examples, and names in backticks."""
+def without_code(line: str) -> str:
+    """Return a line of a docstring without examples and names in backticks."""
     if line.lstrip().startswith((">>>", "...")):
         return ""
-    unnamed = re.sub(r"^ +\w+: ", "", line)  # the name of an argument
-    return re.sub(r"`+[^`]*`+", " ", unnamed)
+    # The name of an argument begins its description.
+    description = re.sub(r"^ +\w+: ", "", line)
+    return CODE.sub(" ", description)
 
 
 def messages(tree: ast.AST) -> Iterator[tuple[int, str]]:
@@ -127,29 +134,33 @@ def strings(node: ast.AST) -> Iterator[str]:
     """Yield the pieces of text below a node of the syntax tree."""
     for inner in ast.walk(node):
         if isinstance(inner, ast.Constant) and isinstance(inner.value, str):
-            yield re.sub(r"`+[^`]*`+", " ", inner.value)
+            yield CODE.sub(" ", inner.value)
 
 
 def read(files: Iterable[Path]) -> dict[str, list[Prose]]:
     """Return the prose of these files by its kind."""
-    found: dict[str, list[Prose]] = {"pages": [], "docstrings": [], "messages": []}
+    pages, documented, said = [], [], []
     for file in files:
         text = file.read_text("utf-8")
         if file.suffix != ".py":
-            found["pages"].append(Prose(file, 1, markdown(text)))
+            page = Prose(file, 1, markdown(text))
+            pages.append(page)
             continue
         tree = ast.parse(text)
-        found["docstrings"] += [Prose(file, *one) for one in docstrings(tree)]
-        found["messages"] += [Prose(file, *one) for one in messages(tree)]
-    return found
+        documented += [Prose(file, line, docstring) for line, docstring in docstrings(tree)]
+        said += [Prose(file, line, message) for line, message in messages(tree)]
+    return {"pages": pages, "docstrings": documented, "messages": said}
 
 
 def places(prose: Prose) -> Iterator[Place]:
     """Yield each phrase in this text that has a plainer one."""
     for phrase, plainer in PHRASES.items():
         for match in re.finditer(phrase, prose.text):
-            line = prose.line + prose.text[: match.start()].count("\n")
-            yield Place(prose.file, line, " ".join(match[0].split()), plainer)
+            before = prose.text[: match.start()]
+            line = prose.line + before.count("\n")
+            # A phrase may go over the end of a line.
+            found = " ".join(match[0].split())
+            yield Place(prose.file, line, found, plainer)
 
 
 def rates(texts: Iterable[str]) -> dict[str, float]:
@@ -160,11 +171,10 @@ def rates(texts: Iterable[str]) -> dict[str, float]:
         250.0
     """
     whole = "\n".join(texts)
-    words = len(WORD.findall(whole)) or 1
-    return {
-        name: 1000 * len(re.findall(pattern, whole, re.IGNORECASE)) / words
-        for name, pattern in COUNTED.items()
-    }
+    # Of no words nothing is held.
+    thousands = max(len(WORD.findall(whole)), 1) / 1000
+    hits = {name: re.findall(rule, whole, re.IGNORECASE) for name, rule in COUNTED.items()}
+    return {name: len(found) / thousands for name, found in hits.items()}
 
 
 def missed(found: Mapping[str, float]) -> Iterator[str]:
@@ -180,11 +190,10 @@ def missed(found: Mapping[str, float]) -> Iterator[str]:
 def written(root: Path = ROOT) -> Iterator[Path]:
     """Yield the files of the project that people read."""
     generated = {root / name for name in GENERATED}
-    for pattern in PAGES:
-        yield from (file for file in sorted(root.glob(pattern)) if file not in generated)
-    for package in PACKAGES:
-        yield from sorted((root / package).rglob("*.py"))
-    yield from sorted((root / "flax_attn").rglob("*.md"))
+    patterns = [*PAGES, *(f"{package}/**/*.py" for package in PACKAGES), "flax_attn/**/*.md"]
+    for pattern in patterns:
+        files = set(root.glob(pattern)) - generated
+        yield from sorted(files)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -194,16 +203,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("files", nargs="*", type=Path, help="files (default: the project)")
     options = parser.parse_args(arguments)
     prose = read(options.files or written())
-    print(f"{'in 1,000 words':16}" + "".join(f"{name:>12}" for name in COUNTED))
-    for kind, texts in prose.items():
-        row = rates(one.text for one in texts)
-        print(f"{kind:16}" + "".join(f"{rate:12.2f}" for rate in row.values()))
-    wrong = [str(place) for texts in prose.values() for one in texts for place in places(one)]
+    found = {kind: rates(one.text for one in texts) for kind, texts in prose.items()}
+    print_rates(found)
+    wrong = []
+    for one in chain(*prose.values()):
+        wrong += map(str, places(one))
+    # A file of Python that is read by itself has no page, which cannot miss a goal.
     if prose["pages"]:
-        wrong += missed(rates(one.text for one in prose["pages"]))
+        wrong += missed(found["pages"])
     for line in wrong:
         print(line, file=sys.stderr)
     return 1 if options.check and wrong else 0
+
+
+def print_rates(found: Mapping[str, Mapping[str, float]]) -> None:
+    """Print how often each kind of prose holds what is counted."""
+    names = [f"{name:>12}" for name in COUNTED]
+    print(f"{'in 1,000 words':16}", *names, sep="")
+    for kind, row in found.items():
+        figures = [f"{rate:12.2f}" for rate in row.values()]
+        print(f"{kind:16}", *figures, sep="")
 
 
 if __name__ == "__main__":

@@ -37,12 +37,11 @@ def chips(backend: str, platform: str) -> list[str]:
         >>> chips("splash", "tpu")
         ['v5e', 'v5p', 'v6e']
     """
-    if platform == "gpu":
-        if backend == "fused":
-            return [chip.upper() for chip in GPUS]
-        return ["H200"] if backend in gpu.KERNELS else []
+    # `fused` is compiled for every chip, by `--models`; the others for a few.
     if backend == "fused":
-        return list(models.TOPOLOGIES)
+        return [chip.upper() for chip in GPUS] if platform == "gpu" else list(models.TOPOLOGIES)
+    if platform == "gpu":
+        return ["H200"] if backend in gpu.KERNELS else []
     return list(tpu.TOPOLOGIES) if backend in tpu.KERNELS else []
 
 
@@ -58,10 +57,12 @@ def cell(backend: str, platform: str) -> str:
         return IMPOSSIBLE
     if platform == "cpu":
         return "run, measured" if backend in MEASURED else "run"
-    known = ["interpreted"] if backend in INTERPRETED else []
-    compiled = chips(backend, platform)
+    known = []
+    if backend in INTERPRETED:
+        known.append("interpreted")
+    compiled = ", ".join(chips(backend, platform))
     if compiled:
-        known.append(f"compiled for {', '.join(compiled)}")
+        known.append(f"compiled for {compiled}")
     return ", ".join(known) or UNTESTED
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import csv
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,25 +31,38 @@ CHECKS = (
 
 def row(variant: dict[str, Any]) -> dict[str, str]:
     """Return the line of one variant of a report: `-` where a check does not apply."""
-    errors = {check["name"]: check["error"] for check in variant["checks"]}
-    margins = [check["margin"] for check in variant["checks"] if check["error"]]
+    checks = variant["checks"]
+    errors = {check["name"]: check["error"] for check in checks}
+    # The margin of an error of 0 has no bound.
+    margin = min(check["margin"] for check in checks if check["error"])
     found = {"variant": variant["name"]}
     for check in CHECKS:
         error = errors.get(check)
         found[check] = "-" if error is None else f"{error:.1e}"
-    found["margin"] = f"{min(margins):.1f}x"
+    found["margin"] = f"{margin:.1f}x"
     found["verdict"] = "equal" if variant["passed"] else "DIFFERENT"
     return found
 
 
 def main() -> None:
     """Write the table of the reports that are named on the command line."""
-    reports = [json.loads(Path(name).read_text()) for name in sys.argv[1:]]
-    rows = [row(variant) for report in reports for variant in report["variants"]]
+    rows = []
+    for name in sys.argv[1:]:
+        report = json.loads(Path(name).read_text())
+        rows += map(row, report["variants"])
+    write(rows)
+
+
+def write(rows: Sequence[dict[str, str]]) -> None:
+    """Write the table of these variants, which are all of one kind."""
+    first = rows[0]
     # A check that no variant has is no column.
-    columns = [name for name in rows[0] if any(row[name] != "-" for row in rows)]
-    real = rows[0]["variant"].startswith("real_")
-    page = DOCS / ("proof_real.csv" if real else "proof.csv")
+    columns = [name for name in first if any(one[name] != "-" for one in rows)]
+    name = "proof.csv"
+    if first["variant"].startswith("real_"):
+        name = "proof_real.csv"
+    page = DOCS / name
+    # The writer ends the lines itself.
     with page.open("w", newline="") as file:
         writer = csv.DictWriter(file, columns, extrasaction="ignore", lineterminator="\n")
         writer.writeheader()

@@ -22,7 +22,8 @@ from flax_attn.bench import models, tasks
 from flax_attn.bench.tasks import TaskResult
 
 PROMPT, NEW = 128, 64
-ROUNDS = 2  # of starts, which take turns
+# Of starts, which take turns.
+ROUNDS = 2
 _TAIL = """
 rate = (len(times) - 2) / (times[-1] - times[1])
 status = open("/proc/self/status").read() if sys.platform == "linux" else "VmHWM: 0 kB"
@@ -81,21 +82,24 @@ def measure(folder: str) -> Iterator[TaskResult]:
     second = least_disturbed([one["second start"] for one in rounds])
     theirs = least_disturbed([one["theirs"] for one in rounds])
     yield TaskResult("load", "s", cold["load"], theirs["load"])
-    notes = {
-        "cold": f"{cold['compile']:.1f} s of it compile",
-        "second start": "programs are loaded from JAX's cache",
-    }
-    for name, ours in {"cold": cold, "second start": second}.items():
-        task = f"first token, {name}"
-        first = theirs["first"]
-        yield TaskResult(task, "s", ours["first"], first, ours["compile"], notes[name])
+    first = theirs["first"]
+    note = f"{cold['compile']:.1f} s of it compile"
+    yield TaskResult("first token, cold", "s", cold["first"], first, cold["compile"], note)
+    task = "first token, second start"
+    note = "programs are loaded from JAX's cache"
+    yield TaskResult(task, "s", second["first"], first, second["compile"], note)
     yield TaskResult("rate after the second token", "tokens/s", cold["rate"], theirs["rate"])
     # Only Linux tells the peak of a process.
     if cold["peak"]:
-        weights = sum(path.stat().st_size for path in Path(folder).glob("*.safetensors")) / 2**30
-        note = f"the weights are {weights:.2f} GiB"
+        note = f"the weights are {_weights(folder):.2f} GiB"
         peaks = cold["peak"], theirs["peak"]
         yield TaskResult("load and generate", "GiB at peak", *peaks, note=note)
+
+
+def _weights(folder: str) -> float:
+    """Return the size of the weights in GiB."""
+    files = Path(folder).glob("*.safetensors")
+    return sum(file.stat().st_size for file in files) / 2**30
 
 
 def least_disturbed(runs: Sequence[dict[str, float]]) -> dict[str, float]:
@@ -105,7 +109,11 @@ def least_disturbed(runs: Sequence[dict[str, float]]) -> dict[str, float]:
         >>> least_disturbed([{"load": 2.0, "rate": 30.0}, {"load": 3.0, "rate": 40.0}])
         {'load': 2.0, 'rate': 40.0}
     """
-    return {name: (max if name == "rate" else min)(run[name] for run in runs) for name in runs[0]}
+    found = {}
+    for name in runs[0]:
+        figures = [run[name] for run in runs]
+        found[name] = max(figures) if name == "rate" else min(figures)
+    return found
 
 
 def _round(folder: str) -> dict[str, dict[str, float]]:
@@ -127,8 +135,9 @@ def _run(code: str, folder: str, cache: str) -> dict[str, float]:
     command = [sys.executable, "-c", f"{settings}\n{code}{_TAIL}"]
     # Errors go to a file: a pipe that nobody reads while the other one is waited for could fill up.
     with TemporaryFile("w+") as errors:
+        environment = _environment(cache)
         process = subprocess.Popen(
-            command, env=_environment(cache), text=True, stdout=subprocess.PIPE, stderr=errors
+            command, env=environment, text=True, stdout=subprocess.PIPE, stderr=errors
         )
         with process:
             assert process.stdout is not None, "it is a pipe"
@@ -136,11 +145,11 @@ def _run(code: str, folder: str, cache: str) -> dict[str, float]:
             seconds = time.perf_counter() - start
             rest, _ = process.communicate()
         errors.seek(0)
+        said = errors.read()
         if process.returncode or first != "first\n":
-            raise RuntimeError(
-                f"a process that loads {folder} and makes tokens failed:\n{errors.read()}"
-            )
-    return {**json.loads(rest.splitlines()[-1]), "first": seconds}
+            raise RuntimeError(f"a process that loads {folder} and makes tokens failed:\n{said}")
+    *_, figures = rest.splitlines()
+    return {**json.loads(figures), "first": seconds}
 
 
 def _environment(cache: str) -> dict[str, str]:
@@ -158,12 +167,16 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="take a model of two narrow layers")
     options = parser.parse_args(arguments)
+    config = models.config(options.quick)
     with TemporaryDirectory() as folder:
         # Random weights are loaded as trained ones are.
-        models.make_checkpoint(models.config(options.quick), folder)
+        models.make_checkpoint(config, folder)
         found = list(measure(folder))
+    table = tasks.table(found, "Starts of GPT-2 small in float32")
+    # As wide as the table needs it, where there is no terminal.
     width = None if sys.stdout.isatty() else 150
-    Console(width=width).print(tasks.table(found, "Starts of GPT-2 small in float32"))
+    console = Console(width=width)
+    console.print(table)
 
 
 if __name__ == "__main__":

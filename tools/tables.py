@@ -95,14 +95,16 @@ def _text(folder: Path, name: str) -> str:
 
 def times() -> str:
     """Return the predicted times on each chip, a table for each."""
-    parts = []
-    for chip in predicted.CHIPS:
-        rows = predicted.predicted_times(chip)
-        names = predicted.columns(rows)
-        heading = ["call", "auto", "in order", *(f"`{name}`" for name in names)]
-        lines = markdown(heading, (predicted.cells(row, names) for row in rows))
-        parts.append(f"**{chip.upper()}**\n\n{lines}")
-    return "\n".join(parts).rstrip()
+    return "\n".join(map(times_on, predicted.CHIPS)).rstrip()
+
+
+def times_on(chip: str) -> str:
+    """Return the predicted times on a chip, under its name."""
+    rows = predicted.predicted_times(chip)
+    names = predicted.columns(rows)
+    heading = ["call", "auto", "in order", *(f"`{name}`" for name in names)]
+    cells = [predicted.cells(row, names) for row in rows]
+    return f"**{chip.upper()}**\n\n{markdown(heading, cells)}"
 
 
 def appendix() -> str:
@@ -147,8 +149,8 @@ def markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
         | a\|b | 2 |
     """
     # A bar in a cell would end it.
-    escaped = ([cell.replace("|", "\\|") for cell in row] for row in rows)
-    lines = (columns, ["---"] * len(columns), *escaped)
+    escaped = [[cell.replace("|", "\\|") for cell in row] for row in rows]
+    lines = [columns, ["---"] * len(columns), *escaped]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
@@ -158,13 +160,15 @@ def between_markers(page: str, table: str, writer: str = WRITER) -> str:
     Raises:
         ValueError: if a marker is missing or repeated.
     """
-    begin, end = (f"<!-- {writer}: {word} -->\n" for word in ("begin", "end"))
-    if (page.count(begin), page.count(end)) != (1, 1):
+    begin = f"<!-- {writer}: begin -->\n"
+    end = f"<!-- {writer}: end -->\n"
+    if page.count(begin) != 1 or page.count(end) != 1:
         raise ValueError(
             f"the table must be between one line {begin.strip()} and one line {end.strip()}"
         )
-    head, rest = page.split(begin)
-    return f"{head}{begin}\n{table}\n\n{end}{rest.split(end)[1]}"
+    head, _, rest = page.partition(begin)
+    _, _, tail = rest.partition(end)
+    return f"{head}{begin}\n{table}\n\n{end}{tail}"
 
 
 class Written:
@@ -182,13 +186,15 @@ class Written:
         self._text = text
 
     def __getattr__(self, name: str) -> Written:
-        if name.startswith("__"):  # what Python and numpy look for
+        # What Python and numpy look for is not there.
+        if name.startswith("__"):
             raise AttributeError(name)
         return Written(f"{self._text}.{name}" if self._text else name)
 
     def __call__(self, *arguments: Any, **options: Any) -> Written:
-        named = (f"{name}={_value(value)}" for name, value in options.items() if value is not None)
-        return Written(f"{self._text}({', '.join([*map(_value, arguments), *named])})")
+        given = {name: value for name, value in options.items() if value is not None}
+        parts = [*map(_value, arguments), *_named(given)]
+        return Written(f"{self._text}({', '.join(parts)})")
 
     def __and__(self, other: Written) -> Written:
         return Written(f"{self} & {other}")
@@ -200,7 +206,13 @@ class Written:
 def _value(value: Any) -> str:
     if isinstance(value, np.ndarray):
         return f"array({', '.join(map(str, value.shape))})"
-    return "..." if callable(value) and not isinstance(value, Written) else repr(value)
+    # A function has no text that says what it does.
+    is_function = callable(value) and not isinstance(value, Written)
+    return "..." if is_function else repr(value)
+
+
+def _named(options: Mapping[str, Any]) -> list[str]:
+    return [f"{name}={_value(value)}" for name, value in options.items()]
 
 
 def _variants() -> list[VariantRow]:
@@ -215,9 +227,7 @@ def _variants() -> list[VariantRow]:
 
 def _options(options: Mapping[str, Any]) -> str:
     # A call without options is shown as nothing, and no pair of empty quotes.
-    if not options:
-        return ""
-    return f"`{', '.join(f'{name}={_value(value)}' for name, value in options.items())}`"
+    return f"`{', '.join(_named(options))}`" if options else ""
 
 
 def _faults() -> list[FaultRow]:
@@ -229,7 +239,11 @@ def _faults() -> list[FaultRow]:
 
 
 def _mesh_faults() -> list[tuple[str, str]]:
-    return [(x.what.removesuffix("."), ", ".join(sorted(x.wrong))) for x in mesh.FAULTS]
+    rows = []
+    for fault in mesh.FAULTS:
+        what = fault.what.removesuffix(".")
+        rows.append((what, ", ".join(sorted(fault.wrong))))
+    return rows
 
 
 if __name__ == "__main__":

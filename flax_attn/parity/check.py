@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -74,9 +74,8 @@ class Check:
         """Return one line: the worst tensor, its error, the rule, and its worst element."""
         if not self.ran:
             return f"{self.name}: {self.missing}"
-        line = (
-            f"{self.name}: error {self.error:.3g} at {self.worst!r}, the rule is {self.limit:.0e}"
-        )
+        error = f"error {self.error:.3g} at {self.worst!r}"
+        line = f"{self.name}: {error}, the rule is {self.limit:.0e}"
         if self.where:
             line += f"; worst element {self._element()}"
         return f"{line} ({self.note})" if self.note else line
@@ -136,16 +135,21 @@ def worst_of(
     holds = errors[worst] <= limit
     if holds and reference is not None and not any_finite(reference):
         return Check(name, np.inf, limit, nothing=NOTHING)
+    where = {}
     # A gradient may be missing on one side, and then has no worst element.
-    both = flax and torch and worst in flax and worst in torch
-    where = _where(flax[worst], torch[worst]) if both else {}
-    arrays = reference or {}
-    without = sorted(key for key in errors if key in arrays and not np.isfinite(arrays[key]).any())
+    if flax and torch and worst in flax and worst in torch:
+        where = _where(flax[worst], torch[worst])
     notes = [note] if note else []
+    without = _without_numbers(errors, reference or {})
     if without:
         notes.append(f"without a finite number to compare: {', '.join(without)}")
     note = "; ".join(notes)
     return Check(name, float(errors[worst]), limit, worst, note, errors=errors, where=where)
+
+
+def _without_numbers(names: Iterable[str], arrays: Mapping[str, np.ndarray]) -> list[str]:
+    known = [name for name in names if name in arrays]
+    return sorted(name for name in known if not np.isfinite(arrays[name]).any())
 
 
 def any_finite(arrays: Mapping[str, np.ndarray]) -> bool:
@@ -164,7 +168,8 @@ def _where(flax: np.ndarray, torch: np.ndarray) -> dict[str, Any]:
     alike = (flax == torch) | (np.isnan(flax) & np.isnan(torch))
     distance = np.where(np.isnan(distance), np.inf, distance)
     distance = np.where(alike, 0, distance)
-    index = np.unravel_index(int(np.argmax(distance)), flax.shape)
+    furthest = int(np.argmax(distance))
+    index = np.unravel_index(furthest, flax.shape)
     return {
         "index": [int(i) for i in index],
         "flax": flax[index].item(),

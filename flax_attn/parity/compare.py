@@ -114,6 +114,7 @@ def compare(
         >>> report.passed, report.check("forward").passed
         (True, True)
     """
+    # Before anything is copied or drawn.
     check_count(mutants)
     calls = {"flax": (flax_call, flax_cached), "torch": (torch_call, torch_cached)}
     pair = pair_modules(
@@ -189,6 +190,7 @@ def report_on(
         left_out = {}
         if journal is not None:
             left_out = dict.fromkeys(journal.died, journal.reason())
+            # A check is noted before it runs, as it may end the process.
             watch = _both(watch, journal.begin)
         # An unknown name is refused before anything is run.
         running = run_checks(pair, checks, wanted, watch, left_out)
@@ -229,6 +231,7 @@ def _planted(
 ) -> Mutants | None:
     if not count:
         return None
+    # What fails already would seem to detect every edit.
     if not all(check.passed for check in found):
         notes.append("no mutants were planted: a check fails on the modules as they are")
         return None

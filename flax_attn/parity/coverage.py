@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 
 from flax_attn.parity.adapters.adapter import AdapterError, NothingCompared, NotRun
@@ -43,16 +43,7 @@ class Coverage:
 
 def coverage_of(pair: Pair, checks: Sequence[Check]) -> Coverage:
     """Return what these checks exercised on a pair, and what they did not."""
-    ran = _ran(checks)
-    lines = []
-    for name, array in pair.inputs.items():
-        lines.append(f"{name} {array.shape} {array.dtype}")
-    lines += sorted(pair.extras)
-    count = len(pair.trainable)
-    lines.append("1 parameter" if count == 1 else f"{count} parameters")
-    dtypes = [dtype for dtype in LOWER if dtype in ran]
-    lines.append(", ".join(["float64", *dtypes]))
-    lines += [branch for check, branch in BRANCHES.items() if check in ran]
+    lines = list(_exercised(pair, _ran(checks)))
     untested = []
     for check in checks:
         lines += check.covers
@@ -62,6 +53,21 @@ def coverage_of(pair: Pair, checks: Sequence[Check]) -> Coverage:
     if left_out:
         untested.append(f"{len(left_out)} of {len(CHECKS)} checks, which were not asked for")
     return Coverage("; ".join(lines), tuple(untested))
+
+
+def _exercised(pair: Pair, ran: Set[str]) -> Iterator[str]:
+    """Yield inputs, extras, parameters, dtypes and branches."""
+    for name, array in pair.inputs.items():
+        yield f"{name} {array.shape} {array.dtype}"
+    yield from sorted(pair.extras)
+    count = len(pair.trainable)
+    yield "1 parameter" if count == 1 else f"{count} parameters"
+    # Every check that compares numbers does so in float64.
+    dtypes = ["float64", *(dtype for dtype in LOWER if dtype in ran)]
+    yield ", ".join(dtypes)
+    for check, branch in BRANCHES.items():
+        if check in ran:
+            yield branch
 
 
 def _ran(checks: Sequence[Check]) -> set[str]:

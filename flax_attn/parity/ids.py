@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -43,7 +45,7 @@ def ids(pair: Pair) -> Check:
         errors |= _judged(pair, f"ids {draw}", inputs)
         if not any(len(rows) for rows in missing.values()):
             break
-    notes = []
+    check = worst_of("ids", errors, 1.0, "; ".join(_notes(found)))
     covers = []
     untested = []
     for name, table in found.items():
@@ -51,10 +53,13 @@ def ids(pair: Pair) -> Check:
         covers.append(f"{table.rows - left} of {table.rows} ids of {name}")
         if left:
             untested.append(f"{left} of {table.rows} ids of {name} never occurred")
-        if table.padding is not None:
-            notes.append(f"the row {table.padding}, padding_idx, gets no gradient")
-    check = worst_of("ids", errors, 1.0, "; ".join(notes))
     return replace(check, covers=tuple(covers), untested=tuple(untested))
+
+
+def _notes(found: dict[str, Table]) -> Iterator[str]:
+    for table in found.values():
+        if table.padding is not None:
+            yield f"the row {table.padding}, padding_idx, gets no gradient"
 
 
 def _drawn(
@@ -64,8 +69,10 @@ def _drawn(
     random = np.random.default_rng([pair.seed, draw])
     inputs = dict(pair.inputs)
     for name, table in found.items():
-        inputs[name] = _covering(inputs[name], table, missing[name], random)
-        missing[name] = np.setdiff1d(missing[name], inputs[name])
+        drawn = _covering(inputs[name], table, missing[name], random)
+        inputs[name] = drawn
+        # The next draw begins with what this one has no room for.
+        missing[name] = np.setdiff1d(missing[name], drawn)
     return inputs
 
 
@@ -73,12 +80,15 @@ def _covering(
     given: np.ndarray, table: Table, missing: np.ndarray, random: np.random.Generator
 ) -> np.ndarray:
     """Return ids of a shape, the missing ones among them: the first, the last, those of padding."""
-    first = [table.padding or 0, table.rows - 1]
-    order = np.concatenate([np.intersect1d(first, missing), np.setdiff1d(missing, first)])
+    # Where not all fit, those at which ports differ come first.
+    special = [table.padding or 0, table.rows - 1]
+    first = np.intersect1d(special, missing)
+    rest = np.setdiff1d(missing, special)
+    order = np.concatenate([first, rest])[: given.size]
     drawn = random.integers(0, table.rows, given.size)
-    count = min(given.size, len(order))
-    drawn[:count] = order[:count]
-    return random.permutation(drawn).reshape(given.shape).astype(given.dtype)
+    drawn[: len(order)] = order
+    shuffled = random.permutation(drawn)
+    return shuffled.reshape(given.shape).astype(given.dtype)
 
 
 def _judged(pair: Pair, name: str, inputs: Arrays) -> dict[str, float]:
@@ -94,16 +104,23 @@ def tables(pair: Pair) -> dict[str, Table]:
     whole = {name: x for name, x in pair.inputs.items() if x.dtype.kind in "iu" and x.size}
     if not whole:
         return {}
-    if isinstance(pair.torch, Recording):
-        recorded = pair.torch.about["tables"]
-        return {name: Table(*values) for name, values in recorded.items()}
-    adapter = pair.torch.adapter if isinstance(pair.torch, RecordingAdapter) else pair.torch
+    found = _indexed(pair, whole)
+    return {name: Table(*values) for name, values in found.items()}
+
+
+def _indexed(pair: Pair, ids: Arrays) -> Mapping[str, Sequence[Any]]:
+    """Return rows and padding of the table that each input indexes."""
+    torch = pair.own_torch
+    if torch is None:
+        assert isinstance(pair.torch, Recording), "else it runs PyTorch"
+        return pair.torch.about["tables"]
     from flax_attn.parity.adapters.torch_tables import tables_of
 
     try:
-        found = tables_of(adapter, pair.uncompiled, whole)
+        found = tables_of(torch, pair.uncompiled, ids)
     except Exception as error:
         raise AdapterError(f"torch raised {type(error).__name__}: {error}") from error
+    # A recording takes them along, since only a run of PyTorch shows them.
     if isinstance(pair.torch, RecordingAdapter):
         pair.torch.tables = found
-    return {name: Table(*values) for name, values in found.items()}
+    return found

@@ -11,17 +11,20 @@ from flax_attn.parity.pair import Pair
 
 def index_probe(pair: Pair) -> Iterator[tuple[str, float]]:
     """Yield how many elements of each entry are wrong after conversion and back."""
+    # No element is 0: what is left unset would have that.
     start = 1
     elements = [np.arange(0)]
     for entry in pair.entries:
         end = start + int(np.prod(entry.shape))
         numbers = np.arange(start, end).reshape(entry.shape)
         parts = entry.split(numbers)
-        yield entry.theirs, _wrong(entry.join(parts), numbers)
+        back = entry.join(parts)
+        yield entry.theirs, _wrong(back, numbers)
         elements += [np.ravel(part) for part in parts.values()]
         start = end
     found = np.sort(np.concatenate(elements))
-    yield "every element once", _wrong(found, np.arange(1, start))
+    expected = np.arange(1, start)
+    yield "every element once", _wrong(found, expected)
 
 
 def _wrong(found: np.ndarray, expected: np.ndarray) -> float:

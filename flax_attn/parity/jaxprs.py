@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jax.extend.core import Literal
@@ -32,6 +32,16 @@ def opened(program: Any) -> tuple[Any, Sequence[Any]]:
     """Return a jaxpr and its constants, from a closed or an open one."""
     # A ClosedJaxpr holds a Jaxpr and its constants.
     return getattr(program, "jaxpr", program), getattr(program, "consts", ())
+
+
+def programs_in(eqn: Any) -> Iterator[Any]:
+    """Yield the programs in the parameters of an operation, such as the branches of a condition."""
+    for parameter in eqn.params.values():
+        values = parameter if isinstance(parameter, tuple | list) else (parameter,)
+        for value in values:
+            jaxpr, _ = opened(value)
+            if hasattr(jaxpr, "eqns"):
+                yield value
 
 
 def frames_of(eqn: Any) -> list[tuple[str, int]]:
@@ -64,12 +74,15 @@ def interpreted(
             its results.
     """
     jaxpr, consts = opened(program)
-    known = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *arguments], strict=True))
+    variables = [*jaxpr.constvars, *jaxpr.invars]
+    known = dict(zip(variables, [*consts, *arguments], strict=True))
 
     def read(atom: Any) -> Any:
+        # A literal holds its number itself.
         return atom.val if isinstance(atom, Literal) else known[atom]
 
     for i, eqn in enumerate(jaxpr.eqns):
-        results = apply(i, eqn, [read(atom) for atom in eqn.invars])
+        operands = [read(atom) for atom in eqn.invars]
+        results = apply(i, eqn, operands)
         known.update(zip(eqn.outvars, results, strict=True))
     return [read(atom) for atom in jaxpr.outvars]

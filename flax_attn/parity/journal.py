@@ -32,7 +32,8 @@ class Journal:
         if left and not _alive(left["process"]):
             self.died.append(left["running"])
             content = {"died": self.died, "found": left["found"]}
-            self.record.write_text(json.dumps(content, indent=1), encoding="utf-8")
+            text = json.dumps(content, indent=1)
+            self.record.write_text(text, encoding="utf-8")
 
     def begin(self, name: str) -> None:
         """Note that a check runs."""
@@ -67,6 +68,7 @@ def _alive(process: int) -> bool:
         os.kill(process, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:  # of another user
+    except PermissionError:
+        # It is there, and of another user.
         return True
     return True

@@ -9,7 +9,8 @@ from flax_attn.parity.checks import CHECKS
 from flax_attn.parity.pair import Pair
 from flax_attn.parity.training import Recipe
 
-_NAMED = 4  # names that are listed
+# Names that are listed, at most.
+_NAMED = 4
 
 
 def loosened(pair: Pair, checks: Sequence[str] | None) -> tuple[str, ...]:
@@ -27,13 +28,14 @@ def _loosened(pair: Pair, checks: Sequence[str] | None) -> Iterator[str]:
         yield f"{len(set(checks))} of {len(CHECKS)} checks asked for: {_listed(checks)}"
     if pair.has_parameters and not pair.entries:
         yield "layout=None: weights are neither drawn nor shown to be the same"
-    elif pair.entries and not pair.redraw and not isinstance(pair.torch, Recording):
+    # The weights of a recording were drawn when it was made.
+    drawn = pair.redraw or isinstance(pair.torch, Recording)
+    if pair.entries and not drawn:
         yield "redraw=False: weights that are 0 or 1 may hide a difference"
-    if pair.entries:
-        paired = {entry.theirs for entry in pair.entries}
-        left = [name for name in pair.torch.shapes if name not in paired]
-        if left:
-            yield f"the layout leaves out {_listed(left)}"
+    paired = {entry.theirs for entry in pair.entries}
+    left = [name for name in pair.torch.shapes if name not in paired]
+    if pair.entries and left:
+        yield f"the layout leaves out {_listed(left)}"
     steps = Recipe().steps
     if pair.recipe.steps < steps:
         yield f"training takes {pair.recipe.steps} steps instead of {steps}"

@@ -125,6 +125,7 @@ def _finite(reference: Arrays, theirs: Sequence[Arrays]) -> Arrays:
 
 
 def _in_lower_dtype(pair: Pair, spec: RunSpec) -> Result:
+    # Other adapters than that of JAX name no device.
     on_cpu = getattr(pair.flax, "device", None) is None
     try:
         return pair.run("flax", spec)

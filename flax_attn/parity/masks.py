@@ -60,8 +60,11 @@ def mask_inputs(pair: Pair) -> list[str]:
 def _is_mask(array: np.ndarray) -> bool:
     if array.ndim == 0 or array.shape[-1] < 2 or not array.size:
         return False
+    if array.dtype == bool:
+        return True
+    # Whole numbers of one axis are ids or labels more often.
     binary = array.dtype.kind in "iu" and array.ndim > 1 and np.isin(array, (0, 1)).all()
-    return array.dtype == bool or bool(binary)
+    return bool(binary)
 
 
 def _kinds(pair: Pair, name: str) -> Iterator[tuple[str, np.ndarray]]:
@@ -78,43 +81,49 @@ def _hidden(shape: tuple[int, ...], seed: int) -> Iterator[tuple[str, np.ndarray
     columns = shape[-1]
     rows = shape[-2] if len(shape) > 1 else 1
     row, column = np.indices((rows, columns))
-    own = column == 0
+    seen = column == 0
     if rows == columns:
-        own |= column == row
+        seen |= column == row
     random = np.random.default_rng(seed)
     chosen = random.random(shape) < 0.5
-    seen = own if len(shape) > 1 else own[0]
+    if len(shape) == 1:
+        (seen,) = seen
     yield "random", chosen & ~seen
     if rows > 1:
         yield "lower triangle", np.broadcast_to(column > row, shape)
-    yield "one hidden column", np.broadcast_to(column[0] == columns // 2, shape)
+    middle = column[0] == columns // 2
+    yield "one hidden column", np.broadcast_to(middle, shape)
 
 
 def _hiding_value(pair: Pair, name: str) -> bool:
     """Return the value that hides: under it, another first token changes fewer outputs."""
     given = pair.inputs[name]
-    moved = {}
-    for key, array in pair.inputs.items():
-        moved[key] = array if key == name else _first_changed(array, given.shape[-1], pair.seed)
-    count = {}
+    size = given.shape[-1]
+    moved = {key: _first_changed(array, size, pair.seed) for key, array in pair.inputs.items()}
+    changes = {}
     for value in (False, True):
+        # The first column has the value, and no other one.
         mask = np.full_like(given, not value)
         mask[..., 0] = value
-        both = []
-        for label, inputs in (("as given", pair.inputs), ("another first token", moved)):
-            run = f"{name}, first column {value}, {label}"
-            spec = pair.run_spec(run, inputs={**inputs, name: mask}, eager=True)
-            try:
-                both.append(pair.run("torch", spec).outputs)
-            except AdapterError:
-                # In a mask of integers, 0 hides.
-                return False
-        count[value] = _count_changed(*both)
-    return count[True] < count[False]
+        run = f"{name}, first column {value}"
+        try:
+            before = _plain_outputs(pair, f"{run}, as given", {**pair.inputs, name: mask})
+            after = _plain_outputs(pair, f"{run}, another first token", {**moved, name: mask})
+        except AdapterError:
+            # In a mask of integers, 0 hides.
+            return False
+        changes[value] = _count_changed(before, after)
+    return changes[True] < changes[False]
+
+
+def _plain_outputs(pair: Pair, run: str, inputs: Arrays) -> Arrays:
+    spec = pair.run_spec(run, inputs=inputs, eager=True)
+    return pair.run("torch", spec).outputs
 
 
 def _first_changed(array: np.ndarray, size: int, seed: int) -> np.ndarray:
     """Return an array with other values for the first token, on the axis that has this size."""
+    # The first axis is the batch, whatever its size is.
     axes = [axis for axis, length in enumerate(array.shape) if length == size and axis]
     if not axes:
         return array
@@ -132,8 +141,9 @@ def _count_changed(ours: Arrays, theirs: Arrays) -> int:
 
 
 def _outputs_of_torch(pair: Pair, run: str, inputs: Arrays) -> Arrays | None:
+    spec = replace(pair.float64, name=run, inputs=inputs)
     try:
-        outputs = pair.run("torch", replace(pair.float64, name=run, inputs=inputs)).outputs
+        outputs = pair.run("torch", spec).outputs
     except AdapterError:
         return None
     # Where someone sees nothing, ports may differ: `padded rows` judges that.
@@ -143,6 +153,7 @@ def _outputs_of_torch(pair: Pair, run: str, inputs: Arrays) -> Arrays | None:
 def _differ(found: list[Arrays]) -> bool:
     first, *others = found
     for outputs in others:
-        if max(tolerance.relative(outputs, first).values(), default=0.0) > tolerance.FORWARD:
+        errors = tolerance.relative(outputs, first)
+        if not tolerance.within(errors, tolerance.FORWARD):
             return True
     return False

@@ -12,10 +12,13 @@ import jax
 import numpy as np
 
 from flax_attn.parity import tolerance
-from flax_attn.parity.adapters.adapter import Adapter, Arrays, Mode, Result, RunSpec, is_floating
+from flax_attn.parity.adapters.adapter import Arrays, Mode, RunSpec
 from flax_attn.parity.adapters.jax_adapter import JaxAdapter
+from flax_attn.parity.adapters.jax_programs import Programs
+from flax_attn.parity.adapters.quick_jit import compiled
 from flax_attn.parity.checks import CHECKS, run_checks
 from flax_attn.parity.cpu import on_cpu
+from flax_attn.parity.fresh_runs import FreshRuns
 from flax_attn.parity.pair import Pair
 from flax_attn.parity.trace.edited import CALLED, Edit, Trace, traced
 from flax_attn.parity.trace.edits import CATALOGUE
@@ -23,7 +26,7 @@ from flax_attn.parity.trace.program import Place
 from flax_attn.parity.training import TrainingSpec
 
 # Added to the seed of a pair.
-DRAWN, FRESH = 4, 5
+DRAWN = 4
 # The cheapest that see most; the others follow in their own order, as far as they are chosen.
 FIRST = ("forward", "gradients")
 # The steps of training show no more than one of its gradients does.
@@ -96,11 +99,14 @@ class Mutants:
             yield "no operation of the JAX side can be edited"
             return
         effective = len(self.mutants) - len(self.equivalent)
-        counts = [f"{name} {count}" for name, count in self.detected.items()]
-        by = f" ({', '.join(counts)})" if counts else ""
         found = sum(self.detected.values())
-        equivalent = f"; {len(self.equivalent)} more change nothing" if self.equivalent else ""
-        yield f"{found} of {effective} edits are detected{by}{equivalent}"
+        line = f"{found} of {effective} edits are detected"
+        if self.detected:
+            counts = [f"{name} {count}" for name, count in self.detected.items()]
+            line += f" ({', '.join(counts)})"
+        if self.equivalent:
+            line += f"; {len(self.equivalent)} more change nothing"
+        yield line
         for one in self.undetected:
             yield f"not detected: {one}"
 
@@ -115,19 +121,25 @@ class Mutants:
         }
 
 
+def _as_it_is(function: Callable, **options: Any) -> Callable:
+    return function
+
+
 class EditedAdapter(JaxAdapter):
-    """The adapter of a JAX module whose program is edited, run without `jax.jit`.
+    """The adapter of a JAX module whose program is edited.
 
     Args:
         adapter: adapter of the module.
         edit: edit of its program; None is none.
+        compiler: function that compiles what is run; by default nothing is compiled.
     """
 
-    def __init__(self, adapter: JaxAdapter, edit: Edit | None = None):
-        # What was compiled is of another program.
-        cached = ("_compiled", "_optimized", "_gradients", "_rounded_gradients", "_step", "_second")
-        kept = {name: value for name, value in vars(adapter).items() if name not in cached}
-        vars(self).update(kept)
+    def __init__(
+        self, adapter: JaxAdapter, edit: Edit | None = None, compiler: Callable = _as_it_is
+    ):
+        vars(self).update(vars(adapter))
+        # What was compiled is of another program. Most runs take place once, and are not compiled.
+        self.programs = Programs(self._stepped, compiler)
         self._edit = edit
         # Shared by all edits: they are traced once for each shape and dtype.
         self._traces: dict[Any, Trace] = vars(adapter).get("_traces", {})
@@ -138,7 +150,8 @@ class EditedAdapter(JaxAdapter):
 
     def train(self, spec: TrainingSpec) -> Arrays:
         """Train a copy, with compiled steps."""
-        return _Compiled(self, self._edit).train(spec)
+        steps = EditedAdapter(self, self._edit, compiled)
+        return JaxAdapter.train(steps, spec)
 
     def _traced(self, arguments: tuple[Any, ...], mode: Mode, cached: bool) -> Trace:
         leaves, tree = jax.tree.flatten(arguments)
@@ -162,17 +175,6 @@ class EditedAdapter(JaxAdapter):
         trace = self._traced(arguments, mode, cached)
         return trace.run(jax.tree.leaves(arguments), self._edit)
 
-    def _compile(self, function: Callable, **options: Any) -> Callable:
-        # Most runs take place once.
-        return function
-
-
-class _Compiled(EditedAdapter):
-    """The adapter of an edited program that runs many times."""
-
-    train = JaxAdapter.train
-    _compile = JaxAdapter._compile
-
 
 def plant(pair: Pair, checks: Sequence[str] | None = None, count: int = 50) -> Mutants:
     """Return which of `count` edits at random places the checks of these names detect.
@@ -195,7 +197,7 @@ def plant(pair: Pair, checks: Sequence[str] | None = None, count: int = 50) -> M
     chosen.sort(key=lambda name: name not in FIRST)
     with on_cpu():
         right = EditedAdapter(pair.flax)
-        fresh = _Fresh(pair, right)
+        fresh = FreshRuns(pair, right)
         mutants = []
         for edit in _drawn(right.trace(pair.uncompiled), count, pair.seed):
             edited = EditedAdapter(right, edit)
@@ -232,7 +234,7 @@ def _drawn(trace: Trace, count: int, seed: int) -> Iterator[Edit]:
                     break
 
 
-def _judged(pair: Pair, edit: Edit, checks: Sequence[str], fresh: _Fresh) -> Mutant:
+def _judged(pair: Pair, edit: Edit, checks: Sequence[str], fresh: FreshRuns) -> Mutant:
     mutant = Mutant(edit.kind, edit.key.place, edit.sentence)
     if "forward" in checks and _outputs_differ(pair):
         return replace(mutant, detected_by="forward")
@@ -254,49 +256,4 @@ def _outputs_differ(pair: Pair) -> bool:
     """Whether the outputs break the rule of the check, which computes gradients beside them."""
     ours = pair.run("flax", pair.uncompiled).outputs
     errors = tolerance.relative(ours, pair.plain.outputs)
-    return not all(error <= tolerance.FORWARD for error in errors.values())
-
-
-class _Fresh:
-    """Runs of a JAX side on other inputs than those of its pair, to compare mutants with it.
-
-    Args:
-        pair: pair of modules.
-        right: its JAX side, without an edit.
-    """
-
-    def __init__(self, pair: Pair, right: Adapter):
-        self._runs: list[tuple[RunSpec, Result]] = []
-        random = np.random.default_rng(pair.seed + FRESH)
-        for more in ((), (0,), (1,), (0, 1)):
-            inputs = {name: _redrawn(x, more, random) for name, x in pair.inputs.items()}
-            spec = pair.run_spec("fresh", inputs=inputs)
-            try:
-                outputs = right.run(spec).outputs
-            # A module may take inputs of one size alone, and raise what it likes at others.
-            except Exception:
-                continue
-            if any(is_floating(output) for output in outputs.values()):
-                spec = replace(spec, cotangents=pair.cotangents_for(outputs))
-            self._runs.append((spec, right.run(spec)))
-
-    def equivalent(self, adapter: Adapter) -> bool:
-        """Whether an edited side returns the same outputs and gradients."""
-        return all(_equal(adapter.run(spec), result) for spec, result in self._runs)
-
-
-def _redrawn(x: np.ndarray, more: Sequence[int], random: np.random.Generator) -> np.ndarray:
-    shape = tuple(size + 3 * (axis in more) for axis, size in enumerate(x.shape))
-    if is_floating(x):
-        return random.normal(size=shape)
-    return random.choice(x.reshape(-1), shape) if x.size else x
-
-
-def _equal(found: Result, wanted: Result) -> bool:
-    errors = tolerance.relative(found.outputs, wanted.outputs)
-    if not all(error <= tolerance.FORWARD for error in errors.values()):
-        return False
-    if not wanted.gradients:
-        return True
-    gradients = tolerance.gradient_errors(found.gradients, wanted.gradients)
-    return all(error <= tolerance.GRADIENT for error in gradients.values())
+    return not tolerance.within(errors, tolerance.FORWARD)

@@ -4,6 +4,7 @@ from typing import Any
 
 from flax import nnx
 
+# Those that have the argument `use_fast_variance`.
 NORMS = (nnx.BatchNorm, nnx.GroupNorm, nnx.LayerNorm)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -12,10 +13,14 @@ from flax_attn.parity.adapters.adapter import AdapterError, Arrays, NotRun, RunS
 from flax_attn.parity.check import Check, any_finite, worst_of
 from flax_attn.parity.pair import Pair
 
-# New sizes, by the name of an input and the place of its axis.
-Sizes = dict[tuple[str, int], int]
+# The name of an input, and the number of an axis.
+Place = tuple[str, int]
+# New sizes of axes.
+Sizes = dict[Place, int]
 # Shapes that are compared, at most: JAX compiles each of them.
 MOST = 4
+# What stands before the shapes in the name of a run.
+_PREFIX = "other shapes: "
 
 
 @dataclass(frozen=True)
@@ -23,7 +28,7 @@ class Axes:
     """The axes of one size, which are as a rule one: tokens of queries, keys and a mask."""
 
     size: int
-    places: tuple[tuple[str, int], ...]
+    places: tuple[Place, ...]
 
     def together(self, size: int) -> Sizes:
         """Return a new size for all of them."""
@@ -41,42 +46,52 @@ def other_shapes(pair: Pair) -> Check:
     one, alone where it may be: an image that is not square, a length that no number divides.
     """
     groups = list(_groups(pair))
-    free = [sizes for axes in groups for sizes in _free(pair, axes)]
+    free, uneven = [], []
+    for axes in groups:
+        free += _free(pair, axes)
     if not free:
         raise NotRun("PyTorch takes inputs of these sizes only")
-    errors = {}
+    for axes in groups:
+        uneven += [sizes for sizes in _uneven(pair, axes) if sizes not in free]
+    errors: dict[str, float] = {}
+    covers = []
     notes = []
     untested = []
-    shapes = _joined(pair, free)
-    uneven = [sizes for axes in groups for sizes in _uneven(pair, axes) if sizes not in free]
-    for sizes in [*shapes, *_joined(pair, uneven)][:MOST]:
+    doubled = _joined(pair, free)
+    for sizes in [*doubled, *_joined(pair, uneven)][:MOST]:
         spec = _spec(pair, sizes)
-        shape = spec.name.partition(": ")[2]
+        shape = spec.name.removeprefix(_PREFIX)
         try:
-            found = tolerance.relative(
-                pair.run("flax", spec).outputs, pair.run("torch", spec).outputs
-            )
-            errors |= {f"{name} of {shape}": error for name, error in found.items()}
+            errors |= _errors(pair, spec, shape)
+            covers.append(shape)
         except AdapterError as error:
             refusal = f"PyTorch takes {shape}, and {error}"
             # A port may well refuse what a model would never be given.
-            if sizes in shapes:
+            if sizes in doubled:
                 errors[shape] = np.inf
                 notes.append(refusal)
             else:
                 untested.append(refusal)
     check = worst_of("other shapes", errors, tolerance.FORWARD, "; ".join(notes))
-    covers = tuple(key.partition(" of ")[2] for key in errors if " of " in key)
-    return replace(check, covers=tuple(dict.fromkeys(covers)), untested=tuple(untested))
+    return replace(check, covers=tuple(covers), untested=tuple(untested))
+
+
+def _errors(pair: Pair, spec: RunSpec, shape: str) -> dict[str, float]:
+    # Not `both`: PyTorch takes these shapes, so that one that raises is JAX.
+    ours = pair.run("flax", spec).outputs
+    theirs = pair.run("torch", spec).outputs
+    errors = tolerance.relative(ours, theirs)
+    return {f"{name} of {shape}": error for name, error in errors.items()}
 
 
 def _groups(pair: Pair) -> Iterator[Axes]:
-    places: dict[int, list[tuple[str, int]]] = {}
+    places: defaultdict[int, list[Place]] = defaultdict(list)
     for name, array in _arrays(pair).items():
         for axis, size in enumerate(array.shape):
-            places.setdefault(size, []).append((name, axis))
+            places[size].append((name, axis))
     # Nothing can be repeated to fill an axis of size 0.
-    yield from (Axes(size, tuple(places[size])) for size in places if size)
+    places.pop(0, None)
+    yield from (Axes(size, tuple(axes)) for size, axes in places.items())
 
 
 def _arrays(pair: Pair) -> Arrays:
@@ -97,8 +112,9 @@ def _uneven(pair: Pair, axes: Axes) -> list[Sizes]:
     """Return one more for one axis, or for all where PyTorch takes that alone; nothing of rows."""
     if any(axis == 0 for _, axis in axes.places):
         return []
-    size = axes.size + 1
-    for sizes in (*axes.alone(size), axes.together(size)):
+    longer = axes.size + 1
+    candidates = [*axes.alone(longer), axes.together(longer)]
+    for sizes in candidates:
         if _takes(pair, sizes):
             return [sizes]
     return []
@@ -125,12 +141,15 @@ def _spec(pair: Pair, sizes: Sizes) -> RunSpec:
     shapes = []
     for name, array in arrays.items():
         own = {axis: size for (other, axis), size in sizes.items() if other == name}
-        if own:
-            arrays[name] = _resized(array, own, pair.seed)
-            shapes.append(f"{name} {arrays[name].shape}")
+        if not own:
+            continue
+        resized = _resized(array, own, pair.seed)
+        arrays[name] = resized
+        shapes.append(f"{name} {resized.shape}")
     inputs = {name: arrays[name] for name in pair.inputs}
     extras = {name: arrays.get(name, extra) for name, extra in pair.extras.items()}
-    return pair.run_spec(f"other shapes: {', '.join(shapes)}", inputs=inputs, extras=extras)
+    name = _PREFIX + ", ".join(shapes)
+    return pair.run_spec(name, inputs=inputs, extras=extras)
 
 
 def _resized(array: np.ndarray, sizes: dict[int, int], seed: int) -> np.ndarray:
@@ -139,4 +158,6 @@ def _resized(array: np.ndarray, sizes: dict[int, int], seed: int) -> np.ndarray:
         array = np.take(array, np.arange(size) % array.shape[axis], axis=axis)
     if not is_floating(array):
         return array
-    return array * np.random.default_rng(seed).uniform(0.5, 1.0, array.shape)
+    # Else a repeated row would be the same token once more.
+    random = np.random.default_rng(seed)
+    return array * random.uniform(0.5, 1.0, array.shape)

@@ -9,12 +9,8 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-from flax import nnx
 
-from flax_attn.convert.api import axes_of
-from flax_attn.convert.planning import no_axes, plan
-from flax_attn.convert.problems import problems
-from flax_attn.convert.rules import ConversionError, Entry, Layout
+from flax_attn.convert.rules import Entry, Layout
 from flax_attn.parity import tolerance
 from flax_attn.parity.adapters.adapter import (
     Adapter,
@@ -22,11 +18,11 @@ from flax_attn.parity.adapters.adapter import (
     Arrays,
     BothRaise,
     NotRun,
-    PairingError,
     Result,
     RunSpec,
     is_floating,
 )
+from flax_attn.parity.adapters.recording import Recording, RecordingAdapter
 from flax_attn.parity.training import Recipe, TrainingSpec
 
 # Added to the seed of a pair, for each thing that is drawn from it.
@@ -75,17 +71,13 @@ class Pair:
         random = np.random.default_rng(self.seed)
         shared = {entry.theirs for entry in self.entries}
         weights = dict(self.weights)
-        for name, array in self.weights.items():
-            # What a layout ignores is not shared and keeps its values.
-            if name not in shared:
-                continue
-            # Of the size that keeps the output of a Linear layer as large as its input.
-            width = array.shape[-1] if array.shape else 1
-            drawn = random.normal(size=array.shape) / width**0.5
+        # What a layout ignores is not shared and keeps its values.
+        for name in [name for name in weights if name in shared]:
+            drawn = _as_wide(weights[name].shape, random)
             # What is not trained is positive, as statistics have to be.
             if name not in self.trainable:
-                drawn = 0.5 + np.abs(drawn)
-            weights[name] = np.asarray(drawn)
+                drawn = np.asarray(0.5 + np.abs(drawn))
+            weights[name] = drawn
         return weights
 
     @cached_property
@@ -103,6 +95,18 @@ class Pair:
         """Whether it is known which parameter is which."""
         return bool(self.entries)
 
+    @property
+    def own_torch(self) -> Adapter | None:
+        """The adapter that runs PyTorch itself; None where a recording is replayed."""
+        if isinstance(self.torch, RecordingAdapter):
+            return self.torch.adapter
+        return None if isinstance(self.torch, Recording) else self.torch
+
+    @property
+    def halved(self) -> Arrays:
+        """The inputs with floating ones halved, for a call beside the one that is compared."""
+        return {name: x / 2 if is_floating(x) else x for name, x in self.inputs.items()}
+
     def shared(self, arrays: Mapping[str, np.ndarray]) -> Arrays:
         """Return those of the shared parameters and of the inputs."""
         names = {*self.trainable, *self.inputs}
@@ -119,18 +123,21 @@ class Pair:
     def _once(self, framework: str, spec: RunSpec | TrainingSpec, method: str) -> Any:
         key = framework, spec.name
         if key not in self._results:
-            adapter = self.flax if framework == "flax" else self.torch
-            try:
-                self._results[key] = getattr(adapter, method)(spec)
-            except NotRun:
-                raise
-            # Any error of a user's module is a result.
-            except Exception as error:
-                self._results[key] = error
+            self._results[key] = self._attempt(framework, spec, method)
         result = self._results[key]
         if isinstance(result, Exception):
             raise AdapterError(f"{framework} raised {type(result).__name__}: {result}") from result
         return result
+
+    def _attempt(self, framework: str, spec: RunSpec | TrainingSpec, method: str) -> Any:
+        adapter = self.flax if framework == "flax" else self.torch
+        try:
+            return getattr(adapter, method)(spec)
+        except NotRun:
+            raise
+        # Any error of a user's module is a result.
+        except Exception as error:
+            return error
 
     def both(self, spec: RunSpec) -> tuple[Result, Result]:
         """Return the results of Flax and of PyTorch.
@@ -142,11 +149,12 @@ class Pair:
         return self._both(spec, "run")
 
     def _both(self, spec: RunSpec | TrainingSpec, method: str) -> tuple[Any, Any]:
-        found = []
-        errors = []
+        found, errors = [], []
         for framework in ("flax", "torch"):
             try:
-                found.append(self._once(framework, spec, method))
+                result = self._once(framework, spec, method)
+                found.append(result)
+            # The other one runs all the same: where both raise, they agree.
             except AdapterError as error:
                 errors.append(error)
         if len(errors) == 2:
@@ -186,7 +194,7 @@ class Pair:
         if not floating:
             raise NotRun("no output is floating")
         # Under ones, as those of a sum, errors of both signs would cancel.
-        return {name: random.normal(size=array.shape) for name, array in floating.items()}
+        return _normal(floating, random)
 
     @property
     def float64(self) -> RunSpec:
@@ -225,7 +233,7 @@ class Pair:
         random = np.random.default_rng(self.seed + TANGENT)
         leaves = {name: array for name, array in self.weights.items() if name in self.trainable}
         leaves |= {name: array for name, array in self.inputs.items() if is_floating(array)}
-        return {name: random.normal(size=array.shape) for name, array in leaves.items()}
+        return _normal(leaves, random)
 
     def training_spec(self) -> TrainingSpec:
         """Return the training run: fit each floating output to a random target."""
@@ -256,14 +264,14 @@ class Pair:
         # What was computed in PyTorch goes, and what follows from it.
         other = self._without("plain", "cotangents", "reference", "null")
         other.torch = torch
-        other._results = {key: result for key, result in self._results.items() if key[0] == "flax"}
+        other._results = self._results_of("flax")
         return other
 
     def with_flax(self, flax: Adapter) -> Pair:
         """Return a pair with another JAX adapter, such as an edited one, and PyTorch results."""
         other = self._without("flax64")
         other.flax = flax
-        other._results = {key: result for key, result in self._results.items() if key[0] == "torch"}
+        other._results = self._results_of("torch")
         return other
 
     def with_inputs(self, inputs: Arrays, extras: Mapping[str, np.ndarray]) -> Pair:
@@ -272,6 +280,9 @@ class Pair:
         other.inputs, other.extras, other._results = inputs, extras, {}
         return other
 
+    def _results_of(self, framework: str) -> dict[tuple[str, str], Any]:
+        return {key: result for key, result in self._results.items() if key[0] == framework}
+
     def _without(self, *cached: str) -> Pair:
         other = copy.copy(self)
         for name in cached:
@@ -279,33 +290,11 @@ class Pair:
         return other
 
 
-def weight_map(
-    flax: Any,
-    shapes: Mapping[str, Any],
-    theirs: Mapping[str, Any],
-    layout: Layout,
-    statistics: Sequence[str] = (),
-) -> list[Entry]:
-    """Return which parameter is which.
+def _as_wide(shape: tuple[int, ...], random: np.random.Generator) -> np.ndarray:
+    """Return weights that keep the output of a Linear layer as large as its input."""
+    width = shape[-1] if shape else 1
+    return np.asarray(random.normal(size=shape) / width**0.5)
 
-    Args:
-        flax: the JAX module, for the widths of its heads.
-        shapes: shapes of the parameters of the JAX module.
-        theirs: shapes of the parameters of the PyTorch module.
-        layout: layout between both modules.
-        statistics: the names among `shapes` that are running statistics.
 
-    Raises:
-        PairingError: with a line for every parameter that is missing, unexpected or mis-shaped, or
-            claimed twice.
-    """
-    try:
-        axes = axes_of(flax, layout) if isinstance(flax, nnx.Module) else no_axes
-        entries = plan(shapes, layout, axes, statistics)
-    except ConversionError as error:
-        raise PairingError(f"the parameters of the two modules do not pair: {error}") from error
-    wrong = problems(entries, theirs, layout)
-    if wrong:
-        heading = "the parameters of the two modules do not pair in this layout:"
-        raise PairingError("\n  ".join([heading, *wrong]))
-    return entries
+def _normal(arrays: Arrays, random: np.random.Generator) -> Arrays:
+    return {name: random.normal(size=array.shape) for name, array in arrays.items()}

@@ -17,8 +17,9 @@ from flax_attn.parity.adapters.module_adapter import ModuleCall
 from flax_attn.parity.adapters.recording import Recording, RecordingAdapter
 from flax_attn.parity.cpu import on_cpu
 from flax_attn.parity.inputs import Inputs, named_inputs
-from flax_attn.parity.pair import Pair, weight_map
+from flax_attn.parity.pair import Pair
 from flax_attn.parity.training import check_choice
+from flax_attn.parity.weight_map import weight_map
 
 # Or "auto".
 Layout = convert.LayoutLike | None

@@ -11,9 +11,8 @@ from typing import Any
 
 from flax_attn.parity.adapters.adapter import NotRun
 from flax_attn.parity.adapters.jax_adapter import JaxAdapter
-from flax_attn.parity.adapters.recording import Recording, RecordingAdapter
 from flax_attn.parity.check import Check, worst_of
-from flax_attn.parity.jaxprs import frames_of, opened
+from flax_attn.parity.jaxprs import frames_of, opened, programs_in
 from flax_attn.parity.pair import Pair
 from flax_attn.parity.trace.program import place_of
 
@@ -39,8 +38,8 @@ Taken = tuple[str, bool, str]
 
 def precision(pair: Pair) -> Check:
     """Dtypes in which functions such as exp are taken, where PyTorch widens bfloat16 for them."""
-    torch = pair.torch.adapter if isinstance(pair.torch, RecordingAdapter) else pair.torch
-    if isinstance(torch, Recording) or not isinstance(pair.flax, JaxAdapter):
+    torch = pair.own_torch
+    if torch is None or not isinstance(pair.flax, JaxAdapter):
         raise NotRun("a recording holds no operations")
     from flax_attn.parity.adapters.torch_dtypes import FunctionDtypes
 
@@ -52,6 +51,7 @@ def precision(pair: Pair) -> Check:
     except RuntimeError as error:
         raise NotRun(f"PyTorch computes none of it in {LOW}: {error}") from error
     theirs = seen.taken
+    # What PyTorch also takes in bfloat16 asks nothing of JAX.
     widened = {name for name, low, _ in theirs if not low}
     widened -= {name for name, low, _ in theirs if low}
     if not widened:
@@ -67,33 +67,36 @@ def precision(pair: Pair) -> Check:
 def _compared(name: str, ours: Sequence[Taken], theirs: Sequence[Taken]) -> tuple[str, bool]:
     """Return where each side takes a function, and whether that is a fault of JAX."""
     low = _places(ours, name, low=True)
-    wide = [taken for taken in ours if taken[:2] == (name, False)]
-    needed = [taken for taken in theirs if taken[0] == name]
+    wide = _places(ours, name, low=False)
+    needed = _places(theirs, name, low=False)
     # What PyTorch computes within one operation, such as a GELU, JAX may compute in bfloat16.
     differs = bool(low) and len(wide) < len(needed)
-    here = f"bfloat16 at {', '.join(low)}" if differs else "float32"
-    there = ", ".join(_places(theirs, name, low=False))
-    return f"{name}: flax {here}, torch float32 at {there}", differs
+    here = f"bfloat16 at {_listed(low)}" if differs else "float32"
+    return f"{name}: flax {here}, torch float32 at {_listed(needed)}", differs
 
 
 def _places(taken: Sequence[Taken], name: str, low: bool) -> list[str]:
-    return sorted({one[2] for one in taken if one[:2] == (name, low)})
+    """Return the line of each time that a function is taken, in bfloat16 or wider."""
+    return [place for function, in_low, place in taken if (function, in_low) == (name, low)]
+
+
+def _listed(places: Sequence[str]) -> str:
+    return ", ".join(sorted(set(places)))
 
 
 def _taken(program: Any, times: int) -> Iterator[Taken]:
     """Yield the functions that a jaxpr takes, as often as it does."""
     jaxpr, _ = opened(program)
-    for eqn in getattr(jaxpr, "eqns", ()):
+    for eqn in jaxpr.eqns:
         kind = eqn.primitive.name
         if kind in OPAQUE:
             raise NotRun(f"what {kind} takes in JAX is not seen")
         if kind in FUNCTIONS:
             dtype = str(eqn.outvars[0].aval.dtype)
             place = str(place_of(frames_of(eqn)) or "a line that is not known")
-            yield from [(FUNCTIONS[kind], dtype == LOW, place)] * times
+            taken = FUNCTIONS[kind], dtype == LOW, place
+            yield from [taken] * times
+        # The body of a scan is one program, which PyTorch runs step by step.
         repeats = times * eqn.params["length"] if kind == "scan" else times
-        for parameter in eqn.params.values():
-            # A branch holds several programs.
-            inner = parameter if isinstance(parameter, tuple | list) else (parameter,)
-            for one in inner:
-                yield from _taken(one, repeats)
+        for inner in programs_in(eqn):
+            yield from _taken(inner, repeats)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -10,8 +11,7 @@ import numpy as np
 
 from flax_attn.parity.adapters.adapter import RunSpec
 from flax_attn.parity.adapters.jax_adapter import JaxAdapter
-from flax_attn.parity.adapters.recording import Recording, RecordingAdapter
-from flax_attn.parity.jaxprs import frames_of, opened
+from flax_attn.parity.jaxprs import frames_of, opened, programs_in
 from flax_attn.parity.pair import LOWER, Pair
 from flax_attn.parity.trace.program import place_of
 
@@ -28,7 +28,7 @@ def callbacks(pair: Pair, checks: Sequence[Check]) -> Iterator[str]:
     """Yield a sentence if JAX calls back into the host, which the program is no part of."""
     compiled = any(check.ran and check.name in ("forward", "gradients") for check in checks)
     spec = pair.float64 if compiled else pair.uncompiled
-    found = {_place(eqn) for eqn in _equations(pair, spec) if _name(eqn) in CALLBACKS}
+    found = _places(pair, spec, _is_callback)
     if found:
         yield f"JAX calls back into Python{_listed(found)}; what that computes is no port"
 
@@ -40,13 +40,15 @@ def wider_dtypes(pair: Pair, checks: Sequence[Check]) -> Iterator[str]:
     measures another one.
     """
     ran = [check.name for check in checks if check.name in LOWER and check.ran]
-    in_float64: dict[str, list[str]] = {}
+    in_float64: defaultdict[str, list[str]] = defaultdict(list)
     for dtype in ran:
-        found = {_place(eqn) for eqn in _equations(pair, pair.lower[dtype]) if _is_widened(eqn)}
-        if found and not _torch_widens(pair, pair.lower[dtype]):
-            in_float64.setdefault(_listed(found), []).append(dtype)
-        elif not found:
+        spec = pair.lower[dtype]
+        found = _places(pair, spec, _is_widened)
+        if not found:
             yield from _wider_outputs(pair, dtype)
+        # A port that widens where PyTorch does is right.
+        elif not _torch_widens(pair, spec):
+            in_float64[_listed(found)].append(dtype)
     for places, dtypes in in_float64.items():
         yield (
             f"{', '.join(dtypes)}: JAX computes in float64{places}, as a NumPy array of float64"
@@ -54,8 +56,15 @@ def wider_dtypes(pair: Pair, checks: Sequence[Check]) -> Iterator[str]:
         )
 
 
+def _places(pair: Pair, spec: RunSpec, chosen: Callable[[Any], bool]) -> set[str]:
+    return {_place(eqn) for eqn in _equations(pair, spec) if chosen(eqn)}
+
+
 def _wider_outputs(pair: Pair, dtype: str) -> Iterator[str]:
-    ours, theirs = (pair.run(side, pair.lower[dtype]).dtypes for side in ("flax", "torch"))
+    spec = pair.lower[dtype]
+    # The check has run both: nothing is computed again.
+    ours = pair.run("flax", spec).dtypes
+    theirs = pair.run("torch", spec).dtypes
     for name in sorted(ours.keys() & theirs.keys()):
         if _bytes(ours[name]) > _bytes(theirs[name]):
             yield f"{dtype}: JAX returns {name} in {ours[name]}, PyTorch in {theirs[name]}"
@@ -73,27 +82,24 @@ def _equations(pair: Pair, spec: RunSpec) -> Iterator[Any]:
     # What a module raises is the result of a check.
     except Exception:
         return
-    yield from _inner(program)
+    yield from _inside(program)
 
 
-def _inner(value: Any) -> Iterator[Any]:
+def _inside(program: Any) -> Iterator[Any]:
     """Yield the equations of a jaxpr, with those of the jaxprs in it."""
-    if isinstance(value, tuple | list):
-        for one in value:
-            yield from _inner(one)
-    jaxpr, _ = opened(value)
-    for eqn in getattr(jaxpr, "eqns", ()):
+    jaxpr, _ = opened(program)
+    for eqn in jaxpr.eqns:
         yield eqn
-        for parameter in eqn.params.values():
-            yield from _inner(parameter)
+        for inner in programs_in(eqn):
+            yield from _inside(inner)
 
 
-def _name(eqn: Any) -> str:
-    return eqn.primitive.name
+def _is_callback(eqn: Any) -> bool:
+    return eqn.primitive.name in CALLBACKS
 
 
 def _is_widened(eqn: Any) -> bool:
-    if _name(eqn) != "convert_element_type" or eqn.params["new_dtype"] != np.float64:
+    if eqn.primitive.name != "convert_element_type" or eqn.params["new_dtype"] != np.float64:
         return False
     kind = str(eqn.invars[0].aval.dtype)
     return kind in LOWER
@@ -110,11 +116,9 @@ def _listed(places: set[str]) -> str:
 
 
 def _torch_widens(pair: Pair, spec: RunSpec) -> bool:
-    torch = pair.torch
-    if isinstance(torch, Recording):
+    torch = pair.own_torch
+    if torch is None:
         return False
-    if isinstance(torch, RecordingAdapter):
-        torch = torch.adapter
     from flax_attn.parity.adapters.torch_dtypes import Widenings
 
     with Widenings() as found:

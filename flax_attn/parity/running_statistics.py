@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 from flax import nnx
 
+from flax_attn.convert.rules import Entry
 from flax_attn.parity import tolerance
 from flax_attn.parity.adapters.adapter import (
     AdapterError,
@@ -38,22 +40,19 @@ def running_statistics(pair: Pair) -> Check:
     theirs = _of_torch(pair, spec)
     ours = _of_flax(pair, spec)
     factors = dict(_factors(pair, ours.outputs, theirs.outputs))
-    compared = [name for name in theirs.outputs if name in ours.outputs and name not in factors]
+    both = [name for name in theirs.outputs if name in ours.outputs]
+    compared = [name for name in both if name not in factors]
     errors = _over_rule(ours, theirs, compared)
-    # A second call shows an average of another kind.
-    before = {name: x / 2 if is_floating(x) else x for name, x in pair.inputs.items()}
-    twice = replace(spec, name=f"{NAME}, twice", before=before, cotangents=None, eager=True)
-    second = _over_rule(*pair.both(twice), compared)
+    second = _of_two_calls(pair, spec, compared)
     # What one call shows is not said again of two.
-    if max(errors.values()) <= 1:
-        errors |= {f"{name}, of two calls": error for name, error in second.items()}
-    reference = pair.shared(theirs.gradients)
-    for name, error in tolerance.gradient_errors(ours.gradients, reference).items():
-        errors[f"gradient of {name}"] = error / tolerance.GRADIENT
+    if tolerance.within(errors, 1.0):
+        errors |= second
+    errors |= _gradients_over_rule(pair, ours, theirs)
     note = "; ".join(_rates(pair, ours.outputs, theirs.outputs))
     check = worst_of(NAME, errors, 1.0, note, flax=ours.arrays, torch=theirs.arrays)
+    covers = ("train mode without dropout",)
     untested = (*_unbiased(factors), *_not_kept(ours, theirs))
-    return replace(check, covers=("train mode without dropout",), untested=untested)
+    return replace(check, covers=covers, untested=untested)
 
 
 def _spec(pair: Pair) -> RunSpec:
@@ -96,32 +95,64 @@ def _has_changed(pair: Pair, result: Result, outputs: Arrays) -> bool:
     before |= {kept_name(name): array for name, array in pair.weights.items()}
     common = {name: before[name] for name in result.outputs if name in before}
     errors = tolerance.relative(result.outputs, common)
-    return max(errors.values(), default=0.0) > tolerance.FORWARD
+    return not tolerance.within(errors, tolerance.FORWARD)
 
 
 def _over_rule(ours: Result, theirs: Result, names: list[str]) -> dict[str, float]:
-    errors = tolerance.relative(ours.outputs, {name: theirs.outputs[name] for name in names})
+    reference = {name: theirs.outputs[name] for name in names}
+    errors = tolerance.relative(ours.outputs, reference)
     return {name: error / tolerance.FORWARD for name, error in errors.items()}
+
+
+def _of_two_calls(pair: Pair, spec: RunSpec, names: list[str]) -> dict[str, float]:
+    """Return the errors after a second call, which shows an average of another kind."""
+    twice = replace(spec, name=f"{NAME}, twice", before=pair.halved, cotangents=None, eager=True)
+    ours, theirs = pair.both(twice)
+    errors = _over_rule(ours, theirs, names)
+    return {f"{name}, of two calls": error for name, error in errors.items()}
+
+
+def _gradients_over_rule(pair: Pair, ours: Result, theirs: Result) -> dict[str, float]:
+    reference = pair.shared(theirs.gradients)
+    errors = tolerance.gradient_errors(ours.gradients, reference)
+    return {f"gradient of {name}": error / tolerance.GRADIENT for name, error in errors.items()}
 
 
 def _factors(pair: Pair, ours: Arrays, theirs: Arrays) -> Iterator[tuple[str, float]]:
     """Yield n / (n - 1) for each running variance of `nnx.BatchNorm` that differs by only that."""
-    momenta = {}
-    module: Any = getattr(pair.flax, "module", None)
+    momenta = _momenta(getattr(pair.flax, "module", None))
+    for entry in _kept_by_both(pair, ours, theirs):
+        momentum = momenta.get(entry.ours[0])
+        if momentum is None:
+            continue
+        name = kept_name(entry.theirs)
+        old = momentum * pair.weights[entry.theirs]
+        factor = _ratio(theirs[name] - old, ours[name] - old)
+        if factor > 1 and _is_whole(factor / (factor - 1)):
+            yield name, factor
+
+
+def _kept_by_both(pair: Pair, ours: Arrays, theirs: Arrays) -> Iterator[Entry]:
+    for entry in pair.entries:
+        name = kept_name(entry.theirs)
+        if name in ours and name in theirs:
+            yield entry
+
+
+def _momenta(module: Any) -> dict[str, float]:
+    """Return the momentum of each `nnx.BatchNorm`, by the name of its running variance."""
+    found = {}
     for path, layer in nnx.iter_modules(module):
         # A layer derived from it may divide by what it likes.
         if type(layer) is nnx.BatchNorm:
-            momenta[".".join(map(str, (*path, "var")))] = layer.momentum
-    for entry in pair.entries:
-        name = kept_name(entry.theirs)
-        momentum = momenta.get(entry.ours[0])
-        if momentum is None or name not in ours or name not in theirs:
-            continue
-        old = momentum * pair.weights[entry.theirs]
-        factor = _ratio(theirs[name] - old, ours[name] - old)
-        count = factor / (factor - 1) if factor > 1 else 0.0
-        if count and abs(count - round(count)) < SPREAD * count**2:
-            yield name, factor
+            name = ".".join(map(str, (*path, "var")))
+            found[name] = layer.momentum
+    return found
+
+
+def _is_whole(count: float) -> bool:
+    # The error of n / (n - 1) grows by n**2 in n.
+    return abs(count - round(count)) < SPREAD * count**2
 
 
 def _ratio(first: np.ndarray, second: np.ndarray) -> float:
@@ -140,24 +171,27 @@ def _ratio(first: np.ndarray, second: np.ndarray) -> float:
 
 def _rates(pair: Pair, ours: Arrays, theirs: Arrays) -> Iterator[str]:
     """Yield how much further JAX moves each running mean, where it moves it the same way."""
-    for entry in pair.entries:
-        name = kept_name(entry.theirs)
-        if name not in ours or name not in theirs or not entry.theirs.endswith("mean"):
+    for entry in _kept_by_both(pair, ours, theirs):
+        statistic = entry.theirs
+        if not statistic.endswith("mean"):
             continue
-        old = pair.weights[entry.theirs]
+        name = kept_name(statistic)
+        old = pair.weights[statistic]
         rate = _ratio(ours[name] - old, theirs[name] - old)
+        # 0 is no common ratio.
         if rate and abs(rate - 1) > SPREAD:
             yield (
-                f"JAX moves {entry.theirs} {rate:.4g} times as far as PyTorch: momentum in Flax is"
+                f"JAX moves {statistic} {rate:.4g} times as far as PyTorch: momentum in Flax is"
                 " 1 - momentum in PyTorch"
             )
 
 
 def _unbiased(factors: dict[str, float]) -> Iterator[str]:
     """Yield the running variances that differ by a factor, those of one factor together."""
-    together: dict[str, list[str]] = {}
+    together: defaultdict[str, list[str]] = defaultdict(list)
     for name, factor in factors.items():
-        together.setdefault(f"{factor:.4g}", []).append(name.removesuffix(kept_name("")))
+        statistic = name.removesuffix(kept_name(""))
+        together[f"{factor:.4g}"].append(statistic)
     for factor, statistics in together.items():
         yield (
             f"{', '.join(statistics)} as equal: nnx.BatchNorm divides the variance of a batch by n,"

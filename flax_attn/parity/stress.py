@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
@@ -18,16 +18,15 @@ from flax_attn.parity.adapters.adapter import (
     Untested,
     is_floating,
 )
-from flax_attn.parity.adapters.recording import Recording, RecordingAdapter
 from flax_attn.parity.check import Check, any_finite, worst_of
 from flax_attn.parity.loaded import loaded
+from flax_attn.parity.padding import GRADIENT_OF, padding_in_torch
 from flax_attn.parity.pair import Pair
 from flax_attn.parity.trace.norms import offset_errors
 from flax_attn.parity.variations import are_finite
 
 Change = Callable[[np.ndarray], np.ndarray]
-# A name of a check, and what stands before the name of a gradient.
-PADDING, OF = "non-finite padding", "gradient of "
+PADDING = "non-finite padding"
 # Tokens: enough for positions to matter, and no multiple of anything.
 LONG = 193
 # Factors of the weight matrices, the first at which rounding changes less than this.
@@ -79,12 +78,14 @@ def long_sequence(pair: Pair) -> StressInput:
     """Many tokens, all different, so that positions matter."""
     random = np.random.default_rng(pair.seed)
 
-    def lengthen(x):
+    def lengthen(x: np.ndarray) -> np.ndarray:
         shape = (x.shape[0], LONG, *x.shape[2:])
         if is_floating(x):
             return random.normal(size=shape)
         # In whole numbers, since a boolean plus 1 is one; a mask stays a mask.
-        return random.integers(int(x.min()), int(x.max()) + 1, shape).astype(x.dtype)
+        smallest, largest = int(x.min()), int(x.max())
+        drawn = random.integers(smallest, largest + 1, shape)
+        return drawn.astype(x.dtype)
 
     return _tokens(pair, lengthen)
 
@@ -98,12 +99,12 @@ def nonfinite_padding(pair: Pair) -> StressInput:
     """NaN and infinity in the padding, which must not reach real tokens."""
     lengths = _lengths(pair)
 
-    def fill(x):
+    def fill(x: np.ndarray) -> np.ndarray:
         # The inputs of the pair stay as they are.
-        x = x.copy()
+        filled = x.copy()
         for row, length in enumerate(lengths):
-            x[row, length:] = np.nan if row % 2 else np.inf
-        return x
+            filled[row, length:] = np.nan if row % 2 else np.inf
+        return filled
 
     filled = _each(pair, fill, "no input is floating, so none can hold NaN")
     return StressInput(filled.inputs, {**pair.extras, "lengths": lengths})
@@ -115,13 +116,15 @@ def huge_scores(pair: Pair) -> StressInput:
     if not matrices:
         raise NotRun("no shared parameter is a matrix")
     random = np.random.default_rng(pair.seed)
-    # Of either sign, so that all scores that someone sees may be far below 0.
-    signs = {name: random.choice([-1, 1], pair.weights[name].shape[0]) for name in matrices}
+    signed = dict(pair.weights)
+    for name in matrices:
+        # Rows of either sign, so that all scores that someone sees may be far below 0.
+        matrix = pair.weights[name]
+        signs = random.choice([-1, 1], matrix.shape[0])
+        signed[name] = (signs * matrix.T).T
     for scale in SCALES:
-        weights = dict(pair.weights)
-        for name in matrices:
-            rows = scale * signs[name]
-            weights[name] = (rows * pair.weights[name].T).T
+        larger = {name: scale * signed[name] for name in matrices}
+        weights = signed | larger
         if _is_stable(pair, f"huge scores, weights times {scale}", weights):
             return StressInput(pair.inputs, dict(pair.extras), weights)
     raise Untested(
@@ -132,12 +135,12 @@ def huge_scores(pair: Pair) -> StressInput:
 def _is_stable(pair: Pair, name: str, weights: Arrays) -> bool:
     """Whether PyTorch's results are finite, and its outputs stay where all is rounded once more."""
     spec = replace(pair.float64, name=name)
+    rounded = replace(spec, name=f"{name}, rounded", cotangents=None, rounding_seed=1)
     with loaded(pair, weights):
         found = pair.run("torch", spec)
-        rounded = replace(spec, name=f"{name}, rounded", cotangents=None, rounding_seed=1)
         moved = pair.run("torch", rounded)
     errors = tolerance.relative(moved.outputs, found.outputs)
-    return are_finite(found.arrays) and max(errors.values(), default=0.0) <= ROUNDING
+    return are_finite(found.arrays) and tolerance.within(errors, ROUNDING)
 
 
 STRESS_INPUTS: dict[str, Callable[[Pair], StressInput]] = {
@@ -177,21 +180,23 @@ def _judged(name: str, pair: Pair, hard: StressInput, within: dict[str, float]) 
         raise NotRun(f"PyTorch does not take these inputs: {error}") from None
     if not any_finite(outputs):
         raise NotRun("PyTorch returns no finite number on these inputs")
-    spec = replace(plain, name=name, cotangents=pair.cotangents_for(outputs), eager=False)
-    ours, theirs = pair.both(spec)
+    cotangents = pair.cotangents_for(outputs)
+    spec = replace(plain, name=name, cotangents=cotangents, eager=False)
+    both = pair.both(spec)
     # What rounding does to PyTorch is allowed, so that a port that amplifies it fails. A gradient
     # may have no digit that is not rounding, as where tanh saturates and 1 - tanh**2 is left.
     _, *moved = draws(pair, "torch", spec)
-    ours, theirs, *moved = [_with_gradients(pair, result) for result in (ours, theirs, *moved)]
+    ours, theirs, *moved = [_with_gradients(pair, result) for result in (*both, *moved)]
     untested = []
     if name == PADDING:
-        untested += _padding_in_torch(theirs, hard.extras, pair.trainable)
-    if name != PADDING and not are_finite(theirs.gradients):
+        untested += padding_in_torch(theirs, hard.extras["lengths"], pair.trainable)
+    elif not are_finite(theirs.gradients):
         # What is 0 times infinity depends on the order of a backward pass.
         untested.append("gradients: those of PyTorch are not finite here")
-        ours, theirs = replace(ours, gradients={}), replace(theirs, gradients={})
+        ours = replace(ours, gradients={})
+        theirs = replace(theirs, gradients={})
     errors, drowned = _excesses(ours, theirs, moved)
-    if any(not error <= 1 for error in errors.values()):
+    if not tolerance.within(errors, 1.0):
         _refuse_ties(pair, spec, theirs)
     untested += drowned
     errors |= within
@@ -203,14 +208,13 @@ def _excesses(
     ours: Result, theirs: Result, moved: Sequence[Result]
 ) -> tuple[dict[str, float], list[str]]:
     """Return the errors over what is allowed, and the gradients that rounding leaves unproven."""
-    outputs, *rounding = [
-        tolerance.relative(result.outputs, theirs.outputs) for result in (ours, *moved)
-    ]
+    outputs = tolerance.relative(ours.outputs, theirs.outputs)
+    rounding = [tolerance.relative(draw.outputs, theirs.outputs) for draw in moved]
     most = tolerance.MOST_FORWARD
     errors = tolerance.amplified(outputs, rounding, tolerance.FORWARD, most)
-    gradients, *rounding = [
-        tolerance.gradient_errors(result.gradients, theirs.gradients) for result in (ours, *moved)
-    ]
+    gradients = tolerance.gradient_errors(ours.gradients, theirs.gradients)
+    rounding = [tolerance.gradient_errors(draw.gradients, theirs.gradients) for draw in moved]
+    # Without a cap: a gradient of which nothing is left but rounding is named below.
     excesses = tolerance.amplified(gradients, rounding, tolerance.GRADIENT)
     drowned = []
     for name, excess in excesses.items():
@@ -223,15 +227,15 @@ def _excesses(
 
 def _refuse_ties(pair: Pair, spec: RunSpec, theirs: Result) -> None:
     """Raise if the results of PyTorch depend on which of equal values it selects."""
-    adapter = pair.torch.adapter if isinstance(pair.torch, RecordingAdapter) else pair.torch
-    if isinstance(adapter, Recording):
+    if pair.own_torch is None:
         return
     from flax_attn.parity.adapters.torch_ties import OtherTies
 
+    # Not by `pair.run`, which keeps the first result of a spec.
     with OtherTies():
-        others = _with_gradients(pair, adapter.run(spec))
-    errors, _ = _excesses(others, theirs, [theirs])
-    if any(not error <= 1 for error in errors.values()):
+        others = pair.own_torch.run(spec)
+    errors, _ = _excesses(_with_gradients(pair, others), theirs, [theirs])
+    if not tolerance.within(errors, 1.0):
         raise Untested(
             "on these inputs PyTorch selects among equal values, and which of them it takes changes"
             " its results"
@@ -248,32 +252,8 @@ def draws(pair: Pair, framework: str, spec: RunSpec, count: int = tolerance.DRAW
 
 def _with_gradients(pair: Pair, result: Result) -> Result:
     shared = pair.shared(result.gradients)
-    named = {f"{OF}{name}": gradient for name, gradient in shared.items()}
+    named = {f"{GRADIENT_OF}{name}": gradient for name, gradient in shared.items()}
     return replace(result, gradients=named)
-
-
-def _padding_in_torch(
-    reference: Result, extras: Arrays, parameters: Collection[str]
-) -> Iterator[str]:
-    """Yield what the padding reaches in PyTorch: a port that agrees lets it through as well."""
-    outputs = reference.outputs
-    bad = [name for name in sorted(outputs) if _reached(outputs[name], extras["lengths"])]
-    for name, gradient in sorted(reference.gradients.items()):
-        if name.removeprefix(OF) in parameters and not np.isfinite(gradient).all():
-            bad.append(name)
-    if bad:
-        yield f"PyTorch lets padding reach real tokens of {', '.join(bad)}"
-
-
-def _reached(output: np.ndarray, lengths: np.ndarray) -> bool:
-    """Whether padding reaches a real token of an output, or what is pooled of a row with some."""
-    if not output.ndim or len(output) != len(lengths):
-        # What is computed of all rows together is computed of their padding, if that is no number.
-        return not np.isfinite(output).all()
-    if output.ndim == 1:
-        return not np.isfinite(output[lengths > 0]).all()
-    real = [own[:length] for own, length in zip(output, lengths, strict=True) if length]
-    return not all(np.isfinite(tokens).all() for tokens in real)
 
 
 def _each(pair: Pair, change: Change, otherwise: str = "no input is floating") -> StressInput:
@@ -302,6 +282,8 @@ def _lengths(pair: Pair) -> np.ndarray:
     batch, tokens = shapes.pop()
     if batch <= 2:
         # A row of which a part is padding, after one that is nothing else.
-        return np.array([0, tokens - 1])[-batch:]
+        lengths = np.array([0, tokens - 1])
+        return lengths[-batch:]
     # From all padding in the first row to none in the last.
-    return np.arange(batch) * tokens // (batch - 1)
+    rows = np.arange(batch)
+    return rows * tokens // (batch - 1)

@@ -52,21 +52,34 @@ def _relative(ours: np.ndarray, reference: np.ndarray, scale: float) -> float:
     if ours.shape != reference.shape:
         return np.inf
     whole = ours.dtype.kind in WHOLE and reference.dtype.kind in WHOLE
-    unequal = whole and not np.array_equal(ours, reference)
+    if whole and np.array_equal(ours, reference):
+        return 0.0
     ours = numbers(ours)
     reference = numbers(reference)
     finite = np.isfinite(reference)
     # NaN and infinities must be where the reference has them.
     if not np.array_equal(ours[~finite], reference[~finite], equal_nan=True):
         return np.inf
-    if not np.isfinite(ours[finite]).all():
+    ours = ours[finite]
+    reference = reference[finite]
+    if not np.isfinite(ours).all():
         return np.inf
-    error = _largest(ours[finite] - reference[finite])
-    size = max(_largest(reference[finite]), scale)
+    error = _largest(ours - reference)
     if error == 0:
         # 2**60 and 2**60 + 1 are one float64.
-        return np.inf if unequal else 0.0
+        return np.inf if whole else 0.0
+    size = max(_largest(reference), scale)
     return error / size if size else np.inf
+
+
+def within(errors: Mapping[str, float], limit: float) -> bool:
+    """Return whether all errors are at most the limit; NaN is not.
+
+    Example:
+        >>> within({"output": 1e-15}, FORWARD), within({"output": float("nan")}, FORWARD)
+        (True, False)
+    """
+    return all(error <= limit for error in errors.values())
 
 
 def numbers(array: np.ndarray) -> np.ndarray:
@@ -101,6 +114,7 @@ def reordered(ours: Arrays, reference: Arrays) -> dict[str, float]:
 def _reordered(ours: np.ndarray, reference: np.ndarray, largest: float) -> float:
     allowed = REORDERED * float(np.finfo(reference.dtype).eps)
     scale = largest if _largest(reference) <= allowed * largest else 0.0
+    # A difference in the dtype itself would be rounded once more.
     error = _relative(ours.astype(np.float64), reference.astype(np.float64), scale)
     return error / allowed
 
@@ -128,23 +142,24 @@ def nonzero_gradient(ours: Arrays, reference: Arrays) -> dict[str, np.ndarray]:
     bias. Where some of its elements are rounding, those that are 0 may be rounding that came out
     so.
     """
-    largest = _largest_of(reference)
+    smallest = NULL * _largest_of(reference)
+    return {name: _nonzero(gradient, ours[name], smallest) for name, gradient in reference.items()}
 
-    def mask(gradient: np.ndarray, other: np.ndarray) -> np.ndarray:
-        size = np.maximum(np.abs(gradient), np.abs(other))
-        more = np.asarray(size > NULL * largest)
-        either = np.asarray(more | (gradient == 0) & (other == 0))
-        return either if either.all() else more
 
-    return {name: mask(gradient, ours[name]) for name, gradient in reference.items()}
+def _nonzero(gradient: np.ndarray, other: np.ndarray, smallest: float) -> np.ndarray:
+    size = np.maximum(np.abs(gradient), np.abs(other))
+    more = np.asarray(size > smallest)
+    either = np.asarray(more | (size == 0))
+    return either if either.all() else more
 
 
 def gradient_errors(ours: Arrays, reference: Arrays) -> dict[str, float]:
     """Return the relative errors; null directions are relative to the largest of all gradients."""
-    null = null_directions(reference)
+    names = null_directions(reference)
+    null = {name: gradient for name, gradient in reference.items() if name in names}
+    others = {name: gradient for name, gradient in reference.items() if name not in names}
     largest = _largest_of(reference)
-    errors = relative(ours, {name: g for name, g in reference.items() if name not in null})
-    return errors | relative(ours, {name: reference[name] for name in null}, largest)
+    return relative(ours, others) | relative(ours, null, largest)
 
 
 def amplified(
@@ -172,7 +187,9 @@ def amplified(
     found = {}
     for name, error in errors.items():
         moved = max(draw.get(name, 0.0) for draw in rounding)
-        found[name] = error / max(limit, min(REORDERED * moved, most))
+        # Capped first: the limit itself holds whatever `most` is.
+        allowed = min(REORDERED * moved, most)
+        found[name] = error / max(limit, allowed)
     return found
 
 
@@ -189,34 +206,36 @@ def lower_dtype(
     first on the parameters and inputs rounded to the nearest, the others on these rounded up or
     down at random. The largest counts.
     """
-    asked = finite_in_all(theirs, reference)
-
-    def excess(name: str) -> float:
-        finite = asked[name]
+    found = {}
+    for name, finite in finite_in_all(theirs, reference).items():
         if name not in ours or ours[name].shape != finite.shape:
-            return np.inf
+            found[name] = np.inf
+            continue
         own = ours[name][finite]
-        if not np.isfinite(own).all():
-            return np.inf
-        if not finite.any():
-            return 0.0
-        expected = reference[name][finite]
-        errors = [np.abs(draw[name][finite] - expected) for draw in theirs]
-        return _excess(np.abs(own - expected), errors, np.abs(expected), factor, eps)
-
-    return {name: excess(name) for name in reference}
+        draws = [draw[name][finite] for draw in theirs]
+        found[name] = _excess(own, draws, reference[name][finite], factor, eps)
+    return found
 
 
 def _excess(
-    error: np.ndarray, theirs: list[np.ndarray], size: np.ndarray, factor: float, eps: float
+    own: np.ndarray, draws: list[np.ndarray], reference: np.ndarray, factor: float, eps: float
 ) -> float:
-    """Return the largest ratio of an error to the allowed one, in each statistic."""
+    """Return the largest ratio of our error to the allowed one, in each statistic."""
+    if not np.isfinite(own).all():
+        return np.inf
+    # PyTorch overflows everywhere.
+    if not reference.size:
+        return 0.0
+    error = np.abs(own - reference)
+    theirs = [np.abs(draw - reference) for draw in draws]
+    rounding = eps * np.abs(reference)
     ratios = []
     for statistic in (np.max, np.mean, _percentile_99):
         most = factor * max(statistic(other) for other in theirs)
-        allowed = most + eps * statistic(size)
+        allowed = most + statistic(rounding)
         # Where nothing is allowed, an error of 0 still passes.
-        ratios.append(statistic(error) / max(allowed, np.finfo(float).tiny))
+        ratio = statistic(error) / max(allowed, np.finfo(float).tiny)
+        ratios.append(ratio)
     return float(max(ratios))
 
 

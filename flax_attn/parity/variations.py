@@ -22,12 +22,13 @@ def excesses(pair: Pair, name: str, inputs: Arrays) -> dict[str, float]:
     """
     spec = replace(pair.float64, name=name, inputs=inputs)
     ours, theirs = pair.both(spec)
-    reference = pair.shared(theirs.gradients)
-    outputs = tolerance.relative(ours.outputs, theirs.outputs)
-    gradients = tolerance.gradient_errors(ours.gradients, reference)
     found = {}
+    outputs = tolerance.relative(ours.outputs, theirs.outputs)
     for key, error in outputs.items():
         found[f"{name}: {key}"] = error / tolerance.FORWARD
+    reference = pair.shared(theirs.gradients)
+    gradients = tolerance.gradient_errors(ours.gradients, reference)
+    # Of what is not shared the gradients have other names on each side.
     for key, error in gradients.items():
         found[f"{name}: gradient of {key}"] = error / tolerance.GRADIENT
     return found

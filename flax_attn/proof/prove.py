@@ -21,8 +21,9 @@ from flax_attn.parity.adapters.recording import Recording, RecordingAdapter, fil
 from flax_attn.parity.check import Check, worst_of
 from flax_attn.parity.compare import report_on
 from flax_attn.parity.cpu import on_cpu
-from flax_attn.parity.pair import Pair, weight_map
+from flax_attn.parity.pair import Pair
 from flax_attn.parity.report.report import Report
+from flax_attn.parity.weight_map import weight_map
 from flax_attn.proof.build import drawn
 from flax_attn.proof.many_rows import many_rows, takes_many_rows
 from flax_attn.proof.placement import placement

@@ -10,11 +10,12 @@ from flax_attn.convert import LAYOUTS
 from flax_attn.parity.adapters.jax_adapter import JaxAdapter
 from flax_attn.parity.adapters.torch_adapter import TorchAdapter
 from flax_attn.parity.check import Check
-from flax_attn.parity.pair import Pair, weight_map
+from flax_attn.parity.pair import Pair
 from flax_attn.parity.report.report import Report
 from flax_attn.parity.trace.difference import Difference, Step
 from flax_attn.parity.trace.hypothesis import Hypothesis, Side
 from flax_attn.parity.trace.program import Place
+from flax_attn.parity.weight_map import weight_map
 from flax_attn.proof.prove import pair_of
 from flax_attn.proof.variants import select
 

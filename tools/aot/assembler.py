@@ -47,8 +47,9 @@ class Assembled:
 def dumped() -> Iterator[Path]:
     """Return a folder to which XLA writes what it compiles; call it before JAX starts."""
     with tempfile.TemporaryDirectory() as name:
-        flags = os.environ.get("XLA_FLAGS", "")
-        os.environ["XLA_FLAGS"] = f"{flags} {FLAGS.format(folder=name)}".strip()
+        given = os.environ.get("XLA_FLAGS", "")
+        own = FLAGS.format(folder=name)
+        os.environ["XLA_FLAGS"] = f"{given} {own}".strip()
         # A program of the cache is not written again.
         jax.config.update("jax_enable_compilation_cache", False)
         yield Path(name)
@@ -62,40 +63,61 @@ def assembled(folder: Path) -> list[Assembled]:
     """
     found = []
     for file in sorted(folder.glob("*.ptx")):
-        text = file.read_text()
-        entry = _ENTRY.search(text)
-        if entry is not None and entry[1].startswith("attention_"):
-            found.append(_assemble(entry[1], text, file, folder))
+        found += _assembled_from(file)
     for file in folder.iterdir():
         file.unlink()
     # Forward, and of the gradients those of keys first.
     return sorted(found, key=lambda kernel: (kernel.name != "attention_forward", kernel.name))
 
 
-def _assemble(name: str, text: str, file: Path, folder: Path) -> Assembled:
+def _assembled_from(file: Path) -> Iterator[Assembled]:
+    entry = _ENTRY.search(file.read_text())
+    # XLA makes others of its own, for what is around attention.
+    if entry is not None and entry[1].startswith("attention_"):
+        yield _assemble(entry[1], file)
+
+
+def _assemble(name: str, file: Path) -> Assembled:
+    text = file.read_text()
+    report = _report(file, text)
+    registers = map(int, _REGISTERS.findall(report))
+    spills = 0
+    for stored, loaded in _SPILLS.findall(report):
+        spills += int(stored) + int(loaded)
+    return Assembled(
+        name=name,
+        registers=max(registers),
+        spills=spills,
+        shared=_shared(name, file.parent),
+        products=len(_PRODUCT.findall(text)),
+    )
+
+
+def _report(file: Path, text: str) -> str:
     target = _TARGET.search(text)
     assert target is not None, "every PTX names its target"
     command = [_assembler(), "-v", f"--gpu-name={target[1]}", "-o", "/dev/null", str(file)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    report = done.stdout + done.stderr
-    spills = [int(number) for found in _SPILLS.findall(report) for number in found]
-    registers = [int(number) for number in _REGISTERS.findall(report)]
-    products = len(_PRODUCT.findall(text))
-    return Assembled(name, max(registers), sum(spills), _shared(name, folder), products)
+    return done.stdout + done.stderr
 
 
 def _shared(name: str, folder: Path) -> int:
     # A kernel gets it where it is launched: the assembler does not see it.
     pattern = re.compile(rf"\b{name} grid: .* shared_memory: (\d+) bytes")
-    texts = (file.read_text() for file in folder.glob("*.thunk_sequence.txt"))
-    sizes = [int(size) for text in texts for size in pattern.findall(text)]
+    sizes = []
+    for file in folder.glob("*.thunk_sequence.txt"):
+        sizes += map(int, pattern.findall(file.read_text()))
     return max(sizes)
 
 
 def _assembler() -> str:
+    folders = []
+    # A part of a package that is not there cannot be asked for.
     spec = find_spec("nvidia.cu13") if find_spec("nvidia") else None
-    folders = [] if spec is None else list(spec.submodule_search_locations or ())
-    found = shutil.which("ptxas", path=":".join(f"{folder}/bin" for folder in folders))
+    if spec is not None:
+        folders += spec.submodule_search_locations or ()
+    path = ":".join(f"{folder}/bin" for folder in folders)
+    found = shutil.which("ptxas", path=path)
     if found is None:
         raise ImportError("reading kernels needs ptxas: pip install nvidia-cuda-nvcc")
     return found

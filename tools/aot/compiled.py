@@ -55,7 +55,8 @@ def compile_for(
     start = time.perf_counter()
     try:
         program = compiled(target, function, arguments, batch, devices)
-    except Exception as error:  # of any library on the way: the reason is what is asked for
+    # Of any library on the way: the reason is what is asked for.
+    except Exception as error:
         return CompiledCost(reason=first_line(error))
     seconds = time.perf_counter() - start
     memory = program.memory_analysis()
@@ -114,7 +115,9 @@ def collectives(text: str) -> dict[str, int]:
     """
     # What runs once is the entry; outside of it are the bodies of loops and branches.
     called, _, entry = text.partition("\nENTRY ")
-    return dict(Counter(_kinds(entry, "")) + Counter(_kinds(called, " in loops")))
+    once = Counter(_kinds(entry, ""))
+    repeated = Counter(_kinds(called, " in loops"))
+    return dict(once + repeated)
 
 
 def _kinds(text: str, where: str) -> Iterator[str]:

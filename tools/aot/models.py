@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -47,15 +49,17 @@ class CompiledCall:
     reason: str = ""
 
 
-Programs = tuple[CompiledCall, CompiledCall]  # forward, and with the backward pass
+# Forward, and with the backward pass.
+Programs = tuple[CompiledCall, CompiledCall]
 
 
 def programs(
     platform: str, calls: Sequence[ModelCall] = MODEL_CALLS, backend: str = "fused"
 ) -> Iterator[Programs]:
     """Compile every call for every chip of a platform, forward and with the backward pass."""
+    chips = gpu.GPUS if platform == "gpu" else TOPOLOGIES
     with _folder(platform) as folder:
-        for chip in gpu.GPUS if platform == "gpu" else TOPOLOGIES:
+        for chip in chips:
             with _target(chip) as target:
                 for call in calls:
                     yield _programs(target, call, backend, folder)
@@ -83,11 +87,10 @@ def _target(chip: str) -> Iterator[AbsentDevices]:
 def _programs(
     target: AbsentDevices, call: ModelCall, backend: str, folder: Path | None
 ) -> Programs:
-    both = call.arrays, call.cotangent
-    return (
-        _program(target, call, forward(call, backend), (call.arrays,), folder),
-        _program(target, call, forward_and_backward(call, backend), both, folder),
-    )
+    compile_call = partial(_program, target, call, folder=folder)
+    one = compile_call(forward(call, backend), (call.arrays,))
+    both = compile_call(forward_and_backward(call, backend), (call.arrays, call.cotangent))
+    return one, both
 
 
 def _program(
@@ -102,7 +105,8 @@ def _program(
     rows = call.arrays["query"].shape[0]
     try:
         program = compiled(target, function, arguments, rows)
-    except Exception as error:  # of any library on the way: the reason is what is asked for
+    # Of any library on the way: the reason is what is asked for.
+    except Exception as error:
         return CompiledCall(target.name, call.name, reason=first_line(error))
     memory = program.memory_analysis()
     assert memory is not None, "XLA reports memory for TPU and for GPU"
@@ -123,26 +127,38 @@ def markdown(found: Iterable[Programs]) -> str:
     A cell has launches, temporaries in MiB, and of the kernels of ours on a GPU registers, spills
     in bytes, shared memory in KiB and instructions for tensor cores.
     """
-    cells: dict[str, dict[str, str]] = {}
+    cells: defaultdict[str, dict[str, str]] = defaultdict(dict)
+    # A dictionary keeps them in the order in which they come.
+    chips: dict[str, None] = {}
     for one, both in found:
-        cells.setdefault(one.call, {})[one.chip] = _cell(one, both)
-    chips = list(dict.fromkeys(chip for row in cells.values() for chip in row))
-    rows = [["call", *chips], ["---"] * (1 + len(chips))]
-    rows += [[call, *(row.get(chip, "") for chip in chips)] for call, row in cells.items()]
+        cells[one.call][one.chip] = _cell(one, both)
+        chips[one.chip] = None
+    heading = ["call", *chips]
+    rows = [heading, ["---"] * len(heading)]
+    for call, row in cells.items():
+        # A call that was not compiled for a chip has no cell there.
+        shown = [row.get(chip, "") for chip in chips]
+        rows.append([call, *shown])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def _cell(one: CompiledCall, both: CompiledCall) -> str:
-    if one.reason or both.reason:
-        return one.reason or both.reason
-    lines = [
-        f"{one.kernels} of {one.launches}, {both.kernels} of {both.launches}",
-        f"{one.temporaries / MIB:.1f}, {both.temporaries / MIB:.1f}",
-    ]
-    kernels = both.assembled
+    reason = one.reason or both.reason
+    if reason:
+        return reason
+    launched = f"{one.kernels} of {one.launches}, {both.kernels} of {both.launches}"
+    memory = f"{one.temporaries / MIB:.1f}, {both.temporaries / MIB:.1f}"
+    return "<br>".join([launched, memory, *_of_kernels(both.assembled)])
+
+
+def _of_kernels(kernels: Sequence[Assembled]) -> Iterator[str]:
+    # On TPUs nothing is known of them.
     if kernels:
-        lines.append(" ".join(str(kernel.registers) for kernel in kernels))
-        lines.append(" ".join(str(kernel.spills) for kernel in kernels))
-        lines.append(" ".join(f"{kernel.shared / 1024:.0f}" for kernel in kernels))
-        lines.append(" ".join(str(kernel.products) for kernel in kernels))
-    return "<br>".join(lines)
+        yield _listed(kernel.registers for kernel in kernels)
+        yield _listed(kernel.spills for kernel in kernels)
+        yield _listed(kernel.shared / 1024 for kernel in kernels)
+        yield _listed(kernel.products for kernel in kernels)
+
+
+def _listed(numbers: Iterable[float]) -> str:
+    return " ".join(f"{number:.0f}" for number in numbers)

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable, Iterator
 from importlib import import_module
 from itertools import groupby
+from operator import attrgetter
 
 from rich.table import Table
 
@@ -32,33 +33,38 @@ def tables(platform: str, quick: bool = False) -> Iterator[Table]:
     Raises:
         ImportError: if something that this needs is not installed.
     """
-    compiled = import_module(f"tools.aot.{platform}")
-    calls = compiled.QUICK_CALLS if quick else compiled.CALLS
-    names = compiled.QUICK_KERNELS if quick else compiled.KERNELS
+    of_platform = import_module(f"tools.aot.{platform}")
+    calls = of_platform.QUICK_CALLS if quick else of_platform.CALLS
+    names = of_platform.QUICK_KERNELS if quick else of_platform.KERNELS
     kernels = [kernel(name) for name in names]
-    # One call a core; each takes some gigabytes.
-    workers = os.cpu_count() or 1
-    for target in compiled.targets():
-        yield table(target, rows(target, calls, kernels, workers))
+    for target in of_platform.targets():
+        # One call a core; each takes some gigabytes.
+        yield table(target, rows(target, calls, kernels, workers=os.cpu_count() or 1))
 
 
 def table(target: AbsentDevices, rows: Iterable[Row]) -> Table:
     """Return the rows of some devices, grouped by call."""
-    found = _empty(target.name, len(target.devices))
-    for name, group in groupby(rows, key=lambda row: row.call):
-        first = name  # is written once for all kernels
+    devices = len(target.devices)
+    found = _empty(target.name, devices)
+    groups = groupby(rows, attrgetter("call"))
+    for call, group in groups:
+        # The call is written once for all kernels.
+        shown = call
         for row in group:
-            found.add_row(first, row.kernel, *_cells(row, target.memory))
-            first = ""
+            cells = _cells(row, target.memory)
+            found.add_row(shown, row.kernel, *cells)
+            shown = ""
         found.add_section()
     return found
 
 
 def _empty(name: str, devices: int) -> Table:
     legend = LEGEND.format(devices=devices)
-    found = Table("call", "backend", title=f"Compiled for {name}", caption=legend)
+    title = f"Compiled for {name}"
+    found = Table("call", "backend", title=title, caption=legend)
     for column in COLUMNS:
-        found.add_column(column.format(devices=devices), justify="right")
+        heading = column.format(devices=devices)
+        found.add_column(heading, justify="right")
     found.add_column("collectives", overflow="fold")
     found.add_column("s", justify="right")
     found.add_column("not compiled because", overflow="fold")
@@ -71,7 +77,10 @@ def _cells(row: Row, memory: int | None) -> tuple[str, ...]:
     plain_forward, plain_backward = row.plain or (None, None)
     # Where the backward pass does not compile, its memory is unknown, not none.
     compiled = backward.reason is None and backward.memory > 0
-    share = f"{backward.memory / memory:.1%}" if compiled and memory else ""
+    share = ""
+    if compiled and memory:
+        share = f"{backward.memory / memory:.1%}"
+    seconds = row.forward.seconds + backward.seconds
     return (
         _mib(row.forward),
         _mib(plain_forward),
@@ -80,7 +89,7 @@ def _cells(row: Row, memory: int | None) -> tuple[str, ...]:
         share,
         _mib(row.spread),
         _collectives(spread) if spread.memory else "",
-        f"{row.forward.seconds + backward.seconds:.0f}",
+        f"{seconds:.0f}",
         row.reason,
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -59,27 +60,30 @@ def rows(
     workers: int,
 ) -> Iterator[Row]:
     """Compile every call with every kernel, so many at a time; the rows come in order."""
+    pairs = product(calls, kernels)
     # Compiling leaves Python's lock to others.
     with ThreadPoolExecutor(workers) as pool:
-        yield from pool.map(lambda pair: row(target, *pair), product(calls, kernels))
+        yield from pool.map(lambda pair: row(target, *pair), pairs)
 
 
 def row(target: AbsentDevices, call: ModelCall, kernel: ComparedKernel) -> Row:
     """Compile one call with one kernel."""
+    ours, plain = kernel.ours, kernel.plain
     # What does not compile is not asked for more: the reason would be the same.
-    forward = _forward(target, call, kernel.ours)
+    forward = _forward(target, call, ours)
     found = Row(call.name, kernel.name, forward)
     if forward.reason:
         return found
-    backward = _backward(target, call, kernel.ours)
+    backward = _backward(target, call, ours)
     found = replace(found, backward=backward)
-    if kernel.plain:
-        plain_forward = _forward(target, call, kernel.plain)
-        plain_backward = _backward(target, call, kernel.plain)
+    if plain:
+        plain_forward = _forward(target, call, plain)
+        plain_backward = _backward(target, call, plain)
         found = replace(found, plain=(plain_forward, plain_backward))
     if backward.reason:
         return found
-    spread = _backward(target, call, kernel.ours, len(target.devices))
+    devices = len(target.devices)
+    spread = _backward(target, call, ours, devices)
     return replace(found, spread=spread)
 
 
@@ -92,7 +96,8 @@ def _backward(
 ) -> CompiledCost:
     call = grown(call, devices)
     function = with_gradients(call, _function(call, attend))
-    return compile_for(target, function, (call.arrays, call.cotangent), _batch(call), devices)
+    arguments = call.arrays, call.cotangent
+    return compile_for(target, function, arguments, _batch(call), devices)
 
 
 def _function(call: ModelCall, attend: Callable[..., Array]) -> Callable[[dict[str, Any]], Array]:
@@ -101,6 +106,14 @@ def _function(call: ModelCall, attend: Callable[..., Array]) -> Callable[[dict[s
 
 def _batch(call: ModelCall) -> int:
     return call.arrays["query"].shape[0]
+
+
+def _grow(x: Any, batch: int, factor: int) -> Any:
+    # A number has no axis.
+    if x.shape[:1] != (batch,):
+        return x
+    shape = (factor * batch, *x.shape[1:])
+    return jax.ShapeDtypeStruct(shape, x.dtype)
 
 
 def grown(call: ModelCall, factor: int) -> ModelCall:
@@ -114,14 +127,7 @@ def grown(call: ModelCall, factor: int) -> ModelCall:
         >>> call.arrays["query"].shape, call.arrays["dropout"].key.shape
         ((64, 1024, 12, 64), (2,))
     """
-    batch = _batch(call)
-
-    def grow(x: Any) -> Any:
-        if x.shape[:1] != (batch,):
-            return x
-        shape = (batch * factor, *x.shape[1:])
-        return jax.ShapeDtypeStruct(shape, x.dtype)
-
+    grow = partial(_grow, batch=_batch(call), factor=factor)
     # The bias, sinks and dropout key may have an axis as long as the batch that is another.
     arrays = dict(call.arrays)
     for name in ("query", "key", "value", "mask"):

@@ -10,6 +10,7 @@ import argparse
 import json
 import subprocess
 import sys
+from itertools import product
 
 from tools.stacks.measure import WAYS, measure
 from tools.stacks.models import MODELS
@@ -31,36 +32,45 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     chosen = parser.parse_args(arguments)
     if chosen.worker:
-        print(json.dumps(measure(**json.loads(chosen.worker))))
+        asked = json.loads(chosen.worker)
+        print(json.dumps(measure(**asked)))
         return
     print(HEAD, "|---" * 9 + "|", sep="\n")
-    for library in chosen.only:
-        for tokens in chosen.tokens:
-            for kind in KINDS:
-                print(row(library, tokens, kind, chosen.blocks, chosen.turns), flush=True)
+    for library, tokens, kind in product(chosen.only, chosen.tokens, KINDS):
+        line = row(library, tokens, kind, chosen.blocks, chosen.turns)
+        # As soon as it is there: some take minutes.
+        print(line, flush=True)
 
 
 def row(library: str, tokens: int, kind: str, blocks: int, turns: int) -> str:
     """Return a row: the time of a few blocks, and what twelve, as GPT-2 has, would reserve."""
     asked = {"library": library, "tokens": tokens, "training": KINDS[kind]}
-    timed = _in_a_process(asked | {"layers": blocks, "turns": turns})
-    whole = _in_a_process(asked | {"layers": 12, "turns": 0})
+    timed = _in_a_process(asked, layers=blocks, turns=turns)
+    # Without turns it is compiled, which tells its memory, and not run.
+    whole = _in_a_process(asked, layers=12, turns=0)
+    memory = [f"{whole[way]['bytes'] / 2**30:.2f}" for way in WAYS[:2]]
+    cells = [library, f"{tokens:,}", kind, _times(timed), *memory]
+    return f"| {' | '.join(cells)} |"
+
+
+def _times(timed: dict) -> str:
     without, under, rest = (timed[way]["seconds"] for way in WAYS)
-    memory = " | ".join(f"{whole[way]['bytes'] / 2**30:.2f}" for way in WAYS[:2])
     if without is None or under is None:
-        return f"| {library} | {tokens:,} | {kind} | not run | | | | {memory} |"
+        return "not run | | |"
     # What the stack takes beside all the rest is attention.
     share = (under - rest) / (without - rest)
-    times = f"{without:.3f} | {under:.3f} | {without / under:.1f} | {share:.2f}"
-    return f"| {library} | {tokens:,} | {kind} | {times} | {memory} |"
+    faster = without / under
+    return f"{without:.3f} | {under:.3f} | {faster:.1f} | {share:.2f}"
 
 
-def _in_a_process(asked: dict) -> dict:
-    command = [sys.executable, "-m", "tools.stacks", "--worker", json.dumps(asked)]
+def _in_a_process(asked: dict, **sizes: int) -> dict:
+    command = [sys.executable, "-m", "tools.stacks", "--worker", json.dumps(asked | sizes)]
     finished = subprocess.run(command, capture_output=True, text=True)
     if finished.returncode:
-        raise RuntimeError(f"{asked} failed:\n{finished.stderr[-2000:]}")
-    return json.loads(finished.stdout.splitlines()[-1])
+        raise RuntimeError(f"{asked | sizes} failed:\n{finished.stderr[-2000:]}")
+    # Libraries may print before it.
+    *_, last = finished.stdout.splitlines()
+    return json.loads(last)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,9 @@ import jax.numpy as jnp
 
 os.environ.setdefault("KERAS_BACKEND", "jax")
 
+# The sizes of GPT-2 small.
 WIDTH, HEADS = 768, 12
+HIDDEN = 4 * WIDTH
 # A function of weights and inputs `(b, t, d)`, and its weights.
 Model = tuple[Callable, Any]
 
@@ -22,18 +24,26 @@ def of_nnx(layers: int, x: jax.Array) -> Model:
 
     class Block(nnx.Module):
         def __init__(self, rngs: nnx.Rngs):
-            self.norms = nnx.List([nnx.LayerNorm(WIDTH, rngs=rngs) for _ in range(2)])
+            self.attention_norm = nnx.LayerNorm(WIDTH, rngs=rngs)
             self.attention = nnx.MultiHeadAttention(HEADS, WIDTH, decode=False, rngs=rngs)
-            self.up = nnx.Linear(WIDTH, 4 * WIDTH, rngs=rngs)
-            self.down = nnx.Linear(4 * WIDTH, WIDTH, rngs=rngs)
+            self.norm = nnx.LayerNorm(WIDTH, rngs=rngs)
+            self.up = nnx.Linear(WIDTH, HIDDEN, rngs=rngs)
+            self.down = nnx.Linear(HIDDEN, WIDTH, rngs=rngs)
 
         def __call__(self, x: jax.Array) -> jax.Array:
             mask = nnx.make_causal_mask(x[..., 0])
-            x = x + self.attention(self.norms[0](x), mask=mask)
-            return x + self.down(jax.nn.gelu(self.up(self.norms[1](x))))
+            x = x + self.attention(self.attention_norm(x), mask=mask)
+            hidden = self.up(self.norm(x))
+            return x + self.down(jax.nn.gelu(hidden))
 
-    graph, weights = nnx.split(nnx.Sequential(*(Block(nnx.Rngs(i)) for i in range(layers))))
-    return lambda weights, x: nnx.merge(graph, weights)(x), weights
+    blocks = [Block(nnx.Rngs(i)) for i in range(layers)]
+    graph, weights = nnx.split(nnx.Sequential(*blocks))
+
+    def forward(weights: Any, x: jax.Array) -> jax.Array:
+        model = nnx.merge(graph, weights)
+        return model(x)
+
+    return forward, weights
 
 
 def of_linen(layers: int, x: jax.Array) -> Model:
@@ -44,12 +54,14 @@ def of_linen(layers: int, x: jax.Array) -> Model:
         @nn.compact
         def __call__(self, x: jax.Array) -> jax.Array:
             mask = nn.make_causal_mask(x[..., 0])
-            attention = nn.MultiHeadDotProductAttention(HEADS)
-            x = x + attention(nn.LayerNorm()(x), mask=mask)
-            hidden = jax.nn.gelu(nn.Dense(4 * WIDTH)(nn.LayerNorm()(x)))
-            return x + nn.Dense(WIDTH)(hidden)
+            normed = nn.LayerNorm()(x)
+            x = x + nn.MultiHeadDotProductAttention(HEADS)(normed, mask=mask)
+            normed = nn.LayerNorm()(x)
+            hidden = nn.Dense(HIDDEN)(normed)
+            return x + nn.Dense(WIDTH)(jax.nn.gelu(hidden))
 
     model = nn.Sequential([Block() for _ in range(layers)])
+    # Weights have no axis of tokens: a few of them are enough to make these.
     return model.apply, model.init(jax.random.key(0), x[:, :8])
 
 
@@ -64,12 +76,17 @@ def of_keras(layers: int, x: jax.Array) -> Model:
         attention = keras.layers.MultiHeadAttention(HEADS, WIDTH // HEADS)
         y = y + attention(normed, normed, use_causal_mask=True)
         hidden = keras.layers.LayerNormalization()(y)
-        hidden = keras.layers.Dense(4 * WIDTH, activation="gelu")(hidden)
+        hidden = keras.layers.Dense(HIDDEN, activation="gelu")(hidden)
         y = y + keras.layers.Dense(WIDTH)(hidden)
     model = keras.Model(inputs, y)
     state = [variable.value for variable in model.non_trainable_variables]
     weights = [variable.value for variable in model.trainable_variables]
-    return lambda weights, x: model.stateless_call(weights, state, x)[0], weights
+
+    def forward(weights: Any, x: jax.Array) -> jax.Array:
+        output, *_ = model.stateless_call(weights, state, x)
+        return output
+
+    return forward, weights
 
 
 def of_equinox(layers: int, x: jax.Array) -> Model:
@@ -77,23 +94,27 @@ def of_equinox(layers: int, x: jax.Array) -> Model:
     import equinox as eqx
 
     class Block(eqx.Module):
+        attention_norm: eqx.nn.LayerNorm
         attention: eqx.nn.MultiheadAttention
-        norms: tuple[eqx.nn.LayerNorm, eqx.nn.LayerNorm]
+        norm: eqx.nn.LayerNorm
         up: eqx.nn.Linear
         down: eqx.nn.Linear
 
         def __init__(self, key: jax.Array):
-            keys = jax.random.split(key, 3)
-            self.attention = eqx.nn.MultiheadAttention(HEADS, WIDTH, key=keys[0])
-            self.norms = eqx.nn.LayerNorm(WIDTH), eqx.nn.LayerNorm(WIDTH)
-            self.up = eqx.nn.Linear(WIDTH, 4 * WIDTH, key=keys[1])
-            self.down = eqx.nn.Linear(4 * WIDTH, WIDTH, key=keys[2])
+            attention, up, down = jax.random.split(key, 3)
+            self.attention_norm = eqx.nn.LayerNorm(WIDTH)
+            self.attention = eqx.nn.MultiheadAttention(HEADS, WIDTH, key=attention)
+            self.norm = eqx.nn.LayerNorm(WIDTH)
+            self.up = eqx.nn.Linear(WIDTH, HIDDEN, key=up)
+            self.down = eqx.nn.Linear(HIDDEN, WIDTH, key=down)
 
         def __call__(self, x: jax.Array) -> jax.Array:
+            # Its layers take one token each, and attention those of one row.
             mask = jnp.tril(jnp.ones((len(x), len(x)), bool))
-            normed = jax.vmap(self.norms[0])(x)
+            normed = jax.vmap(self.attention_norm)(x)
             x = x + self.attention(normed, normed, normed, mask)
-            hidden = jax.vmap(self.up)(jax.vmap(self.norms[1])(x))
+            normed = jax.vmap(self.norm)(x)
+            hidden = jax.vmap(self.up)(normed)
             return x + jax.vmap(self.down)(jax.nn.gelu(hidden))
 
     blocks = [Block(jax.random.key(i)) for i in range(layers)]

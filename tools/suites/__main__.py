@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tools.suites.run import Result, folder_of, run
-from tools.suites.table import SUITES
+from tools.suites.table import SUITES, Suite
 
 _BUILD = Path("build/everywhere")
 
@@ -29,19 +30,24 @@ def main(arguments: list[str] | None = None) -> int:
     for pair in chosen.checkout:
         package, _, folder = pair.partition("=")
         checkouts[package] = Path(folder)
-    results = []
-    for suite in SUITES:
-        if chosen.only and suite.target not in chosen.only:
-            continue
+    suites = [suite for suite in SUITES if not chosen.only or suite.target in chosen.only]
+    results = list(_results(suites, checkouts))
+    print(table(results))
+    problems = []
+    for result in results:
+        problems += result.problems
+    print(*problems, sep="\n")
+    # Nothing that was run is no success.
+    return 1 if problems or not results else 0
+
+
+def _results(suites: Sequence[Suite], checkouts: dict[str, Path]) -> Iterator[Result]:
+    for suite in suites:
         folder = folder_of(suite, checkouts, _BUILD)
         if folder is None:
             print(f"{suite.target}: not run; {suite.package} has no tests on PyPI: pass --checkout")
-            continue
-        results.append(run(suite, folder, _BUILD))
-    print(table(results))
-    problems = [problem for result in results for problem in result.problems]
-    print(*problems, sep="\n")
-    return 1 if problems or not results else 0
+        else:
+            yield run(suite, folder, _BUILD)
 
 
 def table(results: list[Result]) -> str:
@@ -51,16 +57,23 @@ def table(results: list[Result]) -> str:
     ]
     lines.append("|---|---|---|---|---|")
     for result in results:
-        kept = len(result.passed) - len(result.lost)
+        passed = len(result.passed)
+        kept = passed - len(result.lost)
         left = sum(result.left_alone.values())
-        numbers = f"{len(result.passed)} | {kept} | {result.taken} | {left}"
-        lines.append(f"| {result.suite.target} | {numbers} |")
+        numbers = f"{passed} | {kept} | {result.taken} | {left}"
+        target = result.suite.target
+        lines.append(f"| {target} | {numbers} |")
     for result in results:
-        for reason, count in sorted(result.left_alone.items()):
-            lines.append(f"{result.suite.target}: left alone {count} times: {reason}")
-        for test, reason in result.suite.expected.items():
-            lines.append(f"{result.suite.target}: {test}: {reason}")
+        lines += _differences(result)
     return "\n".join(lines)
+
+
+def _differences(result: Result) -> Iterator[str]:
+    target = result.suite.target
+    for reason, count in sorted(result.left_alone.items()):
+        yield f"{target}: left alone {count} times: {reason}"
+    for test, reason in result.suite.expected.items():
+        yield f"{target}: {test}: {reason}"
 
 
 if __name__ == "__main__":

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property, partial, wraps
+from functools import partial, wraps
 from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from flax_attn.convert.rules import Entry
 from flax_attn.parity.adapters.adapter import (
@@ -19,14 +18,21 @@ from flax_attn.parity.adapters.adapter import (
     RunSpec,
     dtypes,
     float64,
-    is_floating,
     kept_name,
     rounding_factors,
 )
+from flax_attn.parity.adapters.jax_arrays import (
+    JaxArrays,
+    as_extras,
+    cast,
+    cast_tree,
+    floating,
+    round_stochastically,
+)
 from flax_attn.parity.adapters.jax_parts import take_apart
-from flax_attn.parity.adapters.module_adapter import ModuleAdapter, output_of
-from flax_attn.parity.adapters.quick_jit import compiled, optimized
-from flax_attn.parity.adapters.rounded_sums import with_rounded_sums
+from flax_attn.parity.adapters.jax_programs import Programs
+from flax_attn.parity.adapters.jax_training import Training
+from flax_attn.parity.adapters.module_adapter import ModuleAdapter
 from flax_attn.parity.training import TrainingSpec
 
 
@@ -39,6 +45,7 @@ def _promoting(method: Callable) -> Callable:
     @wraps(method)
     def promoting(self: JaxAdapter, *arguments: Any, **options: Any) -> Any:
         if not self.mixes_dtypes:
+            # Most modules run as the process has it, and one that fails does so at once.
             try:
                 return method(self, *arguments, **options)
             except jax.dtypes.TypePromotionError:
@@ -80,10 +87,14 @@ class JaxAdapter(ModuleAdapter):
         device: Any = None,
         place: Callable[[str, jax.Array], jax.Array] = lambda name, array: array,
     ):
-        self.module, self.entries = module, list(entries)
-        self.device, self._place = device, place
+        self.module = module
+        self.entries = list(entries)
+        self.device = device
+        self.programs = Programs(self._stepped)
+        self._place = place
         self._modes = {mode: take_apart(module, mode) for mode in get_args(Mode)}
         parts = self._modes["eval"]
+        # Copies: weights are loaded into them, and the module stays as it is.
         self._params: dict[str, Any] = dict(parts.params)
         self._statistics: dict[str, Any] = dict(parts.statistics)
         super().__init__(parts.call, call, cached_call, positional)
@@ -108,11 +119,13 @@ class JaxAdapter(ModuleAdapter):
         for entry in self.entries:
             # An entry is made of parameters or of statistics, never of both.
             own = self._params if entry.ours[0] in self._params else self._statistics
-            own.update(entry.split(weights[entry.theirs]))
+            split = entry.split(weights[entry.theirs])
+            own.update(split)
 
     def built(self, mode: Mode = "eval", dtype: str = "float64") -> Any:
         """Return the module with its parameters, in a dtype."""
-        return self._build(self.arrays(self._params, dtype), self._state(mode, dtype), mode)
+        params = self.arrays(self._params, dtype)
+        return self._build(params, self._state(mode, dtype), mode)
 
     @property
     def tensors(self) -> dict[str, Any]:
@@ -124,9 +137,10 @@ class JaxAdapter(ModuleAdapter):
         _, rest = self._state("eval", "float64")
         return self._modes["eval"].build(tensors, rest)
 
-    def arrays(self, arrays: Mapping[str, Any], dtype: str = "float64") -> dict[str, jax.Array]:
+    def arrays(self, arrays: Mapping[str, Any], dtype: str = "float64") -> JaxArrays:
         """Return inputs or parameters as JAX arrays, floating ones cast."""
-        return {name: self._place(name, array) for name, array in _cast(arrays, dtype).items()}
+        found = cast(arrays, dtype)
+        return {name: self._place(name, array) for name, array in found.items()}
 
     @_promoting
     def run(self, spec: RunSpec) -> Result:
@@ -140,126 +154,81 @@ class JaxAdapter(ModuleAdapter):
     @_promoting
     def traced(self, spec: RunSpec) -> tuple[Any, list[jax.Array]]:
         """Return the jaxpr of what a float64 run compiles, and the arrays that it takes."""
-        arguments = self.arguments(spec)
-        if spec.cotangents is None:
-            run = partial(self._outputs, mode=spec.mode)
-        else:
-            arguments = *arguments, self.arrays(spec.cotangents)
-            run = partial(self._with_gradients, mode=spec.mode)
-        return jax.make_jaxpr(run)(*arguments), jax.tree.leaves(arguments)
-
-    def _run(self, spec: RunSpec) -> Result:
-        arguments = self.arguments(spec)
-        if spec.cotangents is None:
-            before = None if spec.before is None else self.arrays(spec.before, spec.dtype)
-            outputs = self._forward(spec)(*arguments, spec.mode, spec.cached, before)
-            return Result(self._named(outputs), dtypes=dtypes(outputs))
-        cotangents = self.arrays(spec.cotangents, spec.dtype)
-        if spec.tangents is None:
-            run = self._rounded_gradients if spec.rounded_sums else self._gradients
-            outputs, gradients = run(*arguments, cotangents, mode=spec.mode)
-            return Result(self._named(outputs), self._all(*gradients), dtypes=dtypes(outputs))
-        along = self._tangents(spec.tangents, *arguments[:2])
-        second = self._second(*arguments, cotangents, along)
-        return Result({}, second=self._all(*second))
+        arguments: list[Any] = [*self.arguments(spec)]
+        function = self.programs.outputs
+        if spec.cotangents is not None:
+            function = self.programs.gradients
+            arguments.append(self.arrays(spec.cotangents))
+        # The mode is of Python and no array.
+        trace = jax.make_jaxpr(partial(function, mode=spec.mode))
+        return trace(*arguments), jax.tree.leaves(arguments)
 
     @_promoting
     def program(self, spec: RunSpec) -> Any:
         """Return the jaxpr of a compiled run; where that has run, nothing is traced again."""
         arguments = self.arguments(spec)
+        programs = self.programs
         if spec.cotangents is None:
-            return self._compiled.trace(*arguments, spec.mode, spec.cached).jaxpr
-        cotangents = self.arrays(spec.cotangents, spec.dtype)
-        return self._gradients.trace(*arguments, cotangents, mode=spec.mode).jaxpr
+            traced = programs.compiled_outputs.trace(*arguments, spec.mode, spec.cached)
+        else:
+            cotangents = self.arrays(spec.cotangents, spec.dtype)
+            traced = programs.compiled_gradients.trace(*arguments, cotangents, mode=spec.mode)
+        return traced.jaxpr
 
     def arguments(self, spec: RunSpec) -> tuple[Any, Any, Any, Any]:
         """Return what a run is given: parameters, inputs, other state and extras."""
-        own, inputs = self._params, spec.inputs
+        own, given = self._params, spec.inputs
         if spec.rounding_seed:
-            factors = rounding_factors(spec.rounding_seed, float(jnp.finfo(spec.dtype).eps))
-            own = _round_stochastically(own, factors)
-            inputs = _round_stochastically(inputs, factors)
+            eps = float(jnp.finfo(spec.dtype).eps)
+            # One stream for both: parameters and inputs are not rounded alike.
+            factors = rounding_factors(spec.rounding_seed, eps)
+            own = round_stochastically(own, factors)
+            given = round_stochastically(given, factors)
         params = self.arrays(own, spec.dtype)
+        inputs = self.arrays(given, spec.dtype)
         state = self._state(spec.mode, spec.dtype)
-        return params, self.arrays(inputs, spec.dtype), state, _extras(spec.extras)
+        extras = as_extras(spec.extras)
+        return params, inputs, state, extras
 
     @_promoting
     def train(self, spec: TrainingSpec) -> Arrays:
         """Train a copy; return the final parameters by shared names, and the losses as `loss`."""
         params = self.arrays(self._params)
-        state = self._state(spec.mode, "float64")
         inputs = self.arrays(spec.inputs)
-        zeros = self.arrays({name: np.zeros_like(value) for name, value in spec.targets.items()})
-        fit, update, optimizer_state = self._training_step(spec, params)
-        keys = [_extras({**spec.extras, "dropout_key": key}) for key in spec.keys]
-        moves = self._moves_state(params, inputs, state, keys[0], spec.mode)
-        losses = []
-        for extras in keys:
-            step = self._step if moves else self._gradients
-            run = partial(step, params, inputs, state, extras, mode=spec.mode)
-            # One compiled program gives the outputs first, then the gradients of their loss.
-            outputs, *_ = run(zeros)
-            loss, cotangents = fit(outputs)
-            _, (gradients, _), *left = run(cotangents)
-            # The next step begins with the state that this one leaves, as in PyTorch.
-            state = left[0] if moves else state
-            params, optimizer_state = update(params, optimizer_state, gradients)
-            losses.append(loss)
+        state = self._state(spec.mode, "float64")
+        # What is not shared, or is frozen in PyTorch, is not trained here either.
+        names = set().union(*(entry.ours for entry in self._trained))
+        training = Training(self.programs, spec, self.arrays(spec.targets), names)
+        params, losses = training.run(params, inputs, state)
         return self._shared(params) | {"loss": np.array(losses)}
 
-    def _moves_state(self, params, inputs, state, extras, mode: Mode) -> bool:
-        """Whether a call changes what the module keeps beside its parameters."""
-        if not jax.tree.leaves(state):
-            return False
+    def _run(self, spec: RunSpec) -> Result:
+        if spec.cotangents is None:
+            return self._run_forward(spec)
+        arguments = self.arguments(spec)
+        cotangents = self.arrays(spec.cotangents, spec.dtype)
+        programs = self.programs
+        if spec.tangents is not None:
+            params, inputs, *_ = arguments
+            along = self._tangents(spec.tangents, params, inputs)
+            second = programs.second(*arguments, cotangents, along)
+            return Result({}, second=self._all(*second))
+        run = programs.rounded_gradients if spec.rounded_sums else programs.compiled_gradients
+        outputs, gradients = run(*arguments, cotangents, mode=spec.mode)
+        return Result(self._named(outputs), self._all(*gradients), dtypes=dtypes(outputs))
 
-        def left(params, inputs, state, extras):
-            return self._stepped(params, inputs, state, extras, mode)[1]
-
-        program = jax.make_jaxpr(left)(params, inputs, state, extras).jaxpr
-        return any(result not in program.invars for result in program.outvars)
-
-    def _training_step(
-        self, spec: TrainingSpec, params: Mapping[str, jax.Array]
-    ) -> tuple[Callable, Callable, Any]:
-        """Return the loss with its gradients, the parameter update, and the optimizer state."""
-        optimizer = spec.recipe.optax()
-        targets = self.arrays(spec.targets)
-        # What is not shared, or is frozen in PyTorch, is not trained here either.
-        shared = set().union(*(entry.ours for entry in self._trained))
-
-        def kept(values: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-            return {name: value for name, value in values.items() if name in shared}
-
-        @compiled
-        def fit(outputs):
-            loss = jnp.zeros(())
-            cotangents = {}
-            for name, target in targets.items():
-                # A module may return an output in another dtype than that of the run.
-                output = output_of(outputs, name).astype(target.dtype)
-                error = jnp.where(jnp.isnan(target), 0.0, output - target)
-                loss += jnp.square(error).mean()
-                cotangents[name] = 2 * error / error.size
-            return loss, cotangents
-
-        @compiled
-        def update(params, state, gradients):
-            # optax raises a float to the power of an integer count.
-            with jax.numpy_dtype_promotion("standard"):
-                updates, state = optimizer.update(kept(gradients), state, kept(params))
-                trained: Any = optax.apply_updates(kept(params), updates)
-            return {**params, **trained}, state
-
-        return fit, update, compiled(optimizer.init)(kept(params))
+    def _run_forward(self, spec: RunSpec) -> Result:
+        before = None
+        if spec.before is not None:
+            before = self.arrays(spec.before, spec.dtype)
+        forward = self.programs.forward(spec)
+        arguments = self.arguments(spec)
+        outputs = forward(*arguments, spec.mode, spec.cached, before)
+        return Result(self._named(outputs), dtypes=dtypes(outputs))
 
     def _build(self, params, state, mode: Mode) -> Any:
         statistics, rest = state
         return self._modes[mode].build({**params, **statistics}, rest)
-
-    def _outputs(
-        self, params, inputs, state, extras, mode: Mode, cached: bool = False, before: Any = None
-    ) -> dict[str, Any]:
-        return self._stepped(params, inputs, state, extras, mode, cached, before)[0]
 
     def _stepped(
         self, params, inputs, state, extras, mode: Mode, cached: bool = False, before: Any = None
@@ -275,144 +244,48 @@ class JaxAdapter(ModuleAdapter):
         of_module = self._modes[mode].state
         left = state if of_module is None else of_module(module)
         if mode == "statistics":
-            outputs |= {kept_name(name): array for name, array in left[0].items()}
+            statistics, _ = left
+            outputs |= {kept_name(name): array for name, array in statistics.items()}
         return outputs, left
 
     def _named(self, outputs: Mapping[str, Any]) -> Arrays:
         """Return outputs, statistics that a call leaves by their shared names."""
         arrays = float64(outputs)
-        returned = [own for own in self._statistics if kept_name(own) in arrays]
-        kept = {own: arrays.pop(kept_name(own)) for own in returned}
+        kept = {}
+        for own in self._statistics:
+            # Outputs of another mode hold none.
+            if kept_name(own) in arrays:
+                kept[own] = arrays.pop(kept_name(own))
         for entry in self.entries:
             if entry.ours[0] in kept:
                 arrays[kept_name(entry.theirs)] = entry.join(kept)
         return arrays
 
-    def _weighted(self, params, floating, inputs, state, extras, cotangents, mode: Mode):
-        outputs, left = self._stepped(params, {**inputs, **floating}, state, extras, mode)
-        total = 0
-        for name, cotangent in cotangents.items():
-            # A module may return an output in another dtype than that of the run.
-            output = output_of(outputs, name).astype(cotangent.dtype)
-            total += jnp.sum(output * cotangent)
-        return total, (outputs, left)
+    def _state(self, mode: Mode, dtype: str) -> tuple[JaxArrays, Any]:
+        return cast(self._statistics, dtype), cast_tree(self._modes[mode].rest, dtype)
 
-    def _forward(self, spec: RunSpec) -> Callable:
-        if spec.eager:
-            return self._outputs
-        return self._optimized if spec.optimized else self._compiled
-
-    def _compile(self, function: Callable, **options: Any) -> Any:
-        return compiled(function, **options)
-
-    @cached_property
-    def _compiled(self) -> Any:
-        return self._compile(self._outputs, static_argnames=("mode", "cached"))
-
-    @cached_property
-    def _optimized(self) -> Callable:
-        return optimized(self._outputs, static_argnames=("mode", "cached"))
-
-    @property
-    def _differentiate(self) -> Callable:
-        """Gradients of parameters and of floating inputs, the outputs, and the state after them."""
-        return jax.grad(self._weighted, argnums=(0, 1), has_aux=True)
-
-    def _with_gradients(self, params, inputs, state, extras, cotangents, mode: Mode):
-        """Return the outputs, and the gradients of parameters and of floating inputs."""
-        outputs, found, _ = self._with_state(params, inputs, state, extras, cotangents, mode)
-        return outputs, found
-
-    def _with_state(self, params, inputs, state, extras, cotangents, mode: Mode):
-        """Return outputs, gradients, and the state that the call leaves."""
-        rest = inputs, state, extras, cotangents, mode
-        found, (outputs, left) = self._differentiate(params, _floating(inputs), *rest)
-        return outputs, found, left
-
-    @cached_property
-    def _step(self) -> Any:
-        return self._compile(self._with_state, static_argnames=("mode",))
-
-    @cached_property
-    def _gradients(self) -> Any:
-        return self._compile(self._with_gradients, static_argnames=("mode",))
-
-    @cached_property
-    def _rounded_gradients(self) -> Any:
-        rounded = with_rounded_sums(self._with_gradients)
-        return self._compile(rounded, static_argnames=("mode",))
-
-    @cached_property
-    def _second(self) -> Callable:
-        def second(params, inputs, state, extras, cotangents, tangents):
-            def gradients(params, floating):
-                rest = inputs, state, extras, cotangents, "eval"
-                return self._differentiate(params, floating, *rest)[0]
-
-            # Forward over reverse: it also differentiates kernels with a backward pass of their
-            # own.
-            return jax.jvp(gradients, (params, _floating(inputs)), tangents)[1]
-
-        return self._compile(second)
-
-    def _state(self, mode: Mode, dtype: str) -> tuple[dict[str, jax.Array], Any]:
-        def cast(x: Any) -> Any:
-            return jnp.asarray(x, dtype) if _is_floating(x) else x
-
-        return _cast(self._statistics, dtype), jax.tree.map(cast, self._modes[mode].rest)
-
-    def _tangents(self, tangents: Arrays, params, inputs):
-        own = {}
+    def _tangents(
+        self, tangents: Arrays, params: JaxArrays, inputs: JaxArrays
+    ) -> tuple[JaxArrays, JaxArrays]:
+        """Return the tangents of parameters by our names, and of the inputs."""
+        shared = {}
         for entry in self._trained:
-            own |= entry.split(tangents[entry.theirs])
-        # A parameter that is not shared does not move.
-        still = {name: np.zeros(p.shape, p.dtype) for name, p in params.items()}
-        along = {name: jnp.asarray(own.get(name, zero)) for name, zero in still.items()}
-        return along, {name: jnp.asarray(tangents[name]) for name in _floating(inputs)}
+            shared |= entry.split(tangents[entry.theirs])
+        of_params = {}
+        for name, value in params.items():
+            # A parameter that is not shared does not move.
+            tangent = shared.get(name, np.zeros(value.shape, value.dtype))
+            of_params[name] = jnp.asarray(tangent)
+        of_inputs = {name: jnp.asarray(tangents[name]) for name in floating(inputs)}
+        return of_params, of_inputs
 
-    def _all(self, of_params, of_inputs) -> Arrays:
+    def _all(self, of_params: JaxArrays, of_inputs: JaxArrays) -> Arrays:
         return self._shared(of_params) | float64(of_inputs)
 
-    def _shared(self, params) -> Arrays:
+    def _shared(self, params: JaxArrays) -> Arrays:
         arrays = float64(params)
         return {entry.theirs: entry.join(arrays) for entry in self._trained}
 
     @property
     def _trained(self) -> list[Entry]:
         return [entry for entry in self.entries if entry.trainable]
-
-
-def _cast(arrays: Mapping[str, Any], dtype: str) -> dict[str, jax.Array]:
-    return {name: _as_jax(array, dtype) for name, array in arrays.items()}
-
-
-def _as_jax(value: Any, dtype: str) -> jax.Array:
-    array = np.asarray(value)
-    # NumPy casts, and device_put takes what it made, without compiling a program for each shape.
-    if is_floating(array):
-        array = array.astype(jnp.dtype(dtype))
-    return jax.device_put(array)
-
-
-def _round_stochastically(arrays: Mapping[str, Any], factors: Callable) -> Arrays:
-    moved = {}
-    for name, value in arrays.items():
-        array = np.asarray(value)
-        moved[name] = array * factors(array.shape) if is_floating(array) else array
-    return moved
-
-
-def _floating(inputs: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    return {name: value for name, value in inputs.items() if _is_floating(value)}
-
-
-def _is_floating(array: Any) -> bool:
-    return hasattr(array, "dtype") and jnp.issubdtype(array.dtype, jnp.floating)
-
-
-def _extras(extras: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
-    # A key of dropout is unsigned in both frameworks.
-    kinds = {"dropout_key": np.uint32}
-    return {
-        name: jax.device_put(np.array(value, kinds.get(name))) for name, value in extras.items()
-    }

@@ -69,6 +69,13 @@ def take_apart(module: Any, mode: Mode = "eval") -> Parts:
 
 
 def _nnx(module: nnx.Module, mode: Mode) -> Parts:
+    taken = _TakenNnx(_in_mode(module, mode))
+    statistics, params = taken.values()
+    return Parts(params, statistics, taken.rest, taken.build, type(module).__call__, taken.state)
+
+
+def _in_mode(module: nnx.Module, mode: Mode) -> nnx.Module:
+    """Return a copy of a module in a mode."""
     copy = nnx.clone(module)
     if mode == "eval":
         copy.eval()
@@ -82,33 +89,50 @@ def _nnx(module: nnx.Module, mode: Mode) -> Parts:
         # run's dtype.
         if isinstance(embed, nnx.Embed) and embed.dtype == embed.embedding.dtype:
             embed.dtype = None
-    graph, *shared, rest = nnx.split(copy, nnx.Param, _is_statistic, ...)
-    variables = {}
-    for state in shared:
-        variables |= dict(nnx.to_flat_state(state))
-    name = naming(copy)
-    names = {path: name(path) for path in variables}
+    return copy
 
-    def build(arrays: Mapping[str, jax.Array], rest: Any) -> nnx.Module:
-        leaves = [(path, variables[path].replace(_join(arrays, names[path]))) for path in names]
+
+class _TakenNnx:
+    """An NNX module as its graph, its parameters and running statistics, and the rest."""
+
+    def __init__(self, module: nnx.Module):
+        self._graph, *shared, self.rest = nnx.split(module, nnx.Param, _is_statistic, ...)
+        self._variables: dict[Any, Any] = {}
+        for state in shared:
+            self._variables |= dict(nnx.to_flat_state(state))
+        name = naming(module)
+        self._names = {path: name(path) for path in self._variables}
+
+    def values(self) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+        """Return the running statistics, and the parameters."""
+        statistics, params = {}, {}
+        for path, variable in self._variables.items():
+            own = statistics if isinstance(variable, nnx.BatchStat) else params
+            own.update(_values(variable, self._names[path]))
+        return statistics, params
+
+    def build(self, arrays: Mapping[str, jax.Array], rest: Any) -> nnx.Module:
+        """Return a module of parameters and running statistics by name, and of the rest."""
+        leaves = []
+        for path, variable in self._variables.items():
+            array = _join(arrays, self._names[path])
+            leaves.append((path, variable.replace(array)))
         # Merged into a copy: a Variable can only be changed in the trace that made it.
-        return nnx.merge(graph, nnx.from_flat_state(leaves), rest, copy=True)
+        return nnx.merge(self._graph, nnx.from_flat_state(leaves), rest, copy=True)
 
-    def state_of(module: nnx.Module) -> tuple[dict[str, jax.Array], Any]:
+    def state(self, module: nnx.Module) -> tuple[dict[str, jax.Array], Any]:
+        """Return the running statistics of a module that was built, and the rest."""
         _, _, statistics, left = nnx.split(module, nnx.Param, _is_statistic, ...)
         found = {}
         for path, variable in nnx.to_flat_state(statistics):
-            found.update(_values(variable, names[path]))
+            found.update(_values(variable, self._names[path]))
         # What a call adds, such as an intermediate result, is no state of the next one.
         moved = dict(nnx.to_flat_state(left))
-        leaves = [(path, moved.get(path, before)) for path, before in nnx.to_flat_state(rest)]
-        return found, nnx.from_flat_state(leaves)
-
-    parts = Parts({}, {}, rest, build, type(module).__call__, state_of)
-    for path, variable in variables.items():
-        own = parts.statistics if isinstance(variable, nnx.BatchStat) else parts.params
-        own.update(_values(variable, names[path]))
-    return parts
+        rest = []
+        for path, before in nnx.to_flat_state(self.rest):
+            after = moved.get(path, before)
+            rest.append((path, after))
+        return found, nnx.from_flat_state(rest)
 
 
 def _values(variable: Any, names: Mapping[str, int | None]) -> dict[str, jax.Array]:
@@ -136,8 +160,10 @@ def _linen(module: linen.Module) -> Parts:
             " module.bind(variables), or flax.nnx.bridge.ToNNX(module, rngs).lazy_init(inputs)"
         )
     unbound, variables = module.unbind()
-    shared = {name: variables[name] for name in ("params", "batch_stats") if name in variables}
-    rest = {name: value for name, value in variables.items() if name not in shared}
+    shared, rest = {}, {}
+    for collection, values in variables.items():
+        own = shared if collection in ("params", "batch_stats") else rest
+        own[collection] = values
     leaves, structure = jax.tree_util.tree_flatten_with_path(shared)
     # The name of a leaf is its path without that of its collection.
     names = [_dotted(path[1:]) for path, _ in leaves]
@@ -163,19 +189,21 @@ def _pytree(module: Any, train: bool) -> Parts:
 def _arrays(module: Any, made: Callable[[Any], Any]) -> Parts:
     """Return the parts of a tree of arrays, that `made` makes a module of."""
     leaves, tree = jax.tree_util.tree_flatten_with_path(module)
-    params = {}
-    static = {}
-    for path, leaf in leaves:
-        # What is whole or no array, such as a key, is not a parameter.
-        floating = isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jnp.floating)
-        own = params if floating else static
-        own[_dotted(path)] = leaf
+    names = [_dotted(path) for path, _ in leaves]
+    static = {_dotted(path): leaf for path, leaf in leaves}
+    # What is whole or no array, such as a key, is not a parameter.
+    params = {name: leaf for name, leaf in static.items() if _is_floating(leaf)}
 
     def build(arrays: Mapping[str, jax.Array], rest: Any) -> Any:
-        values = {**static, **arrays}
-        return made(jax.tree.unflatten(tree, [values[_dotted(path)] for path, _ in leaves]))
+        values = static | dict(arrays)
+        built = jax.tree.unflatten(tree, [values[name] for name in names])
+        return made(built)
 
     return Parts(params, {}, {}, build, made)
+
+
+def _is_floating(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jnp.floating)
 
 
 def _inference(module: Any, value: bool) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from functools import partial
 from typing import Any
 
 from flax_attn.parity.adapters.adapter import PairingError
@@ -32,8 +31,11 @@ class ModuleCall:
             arguments = [inputs[f"input {i}"] for i in range(len(inputs))]
         else:
             keywords = {**inputs, **keywords}
-        call = module if self.function is None else partial(self.function, module)
-        return named(call(*arguments, **keywords))
+        if self.function is not None:
+            arguments.insert(0, module)
+            module = self.function
+        result = module(*arguments, **keywords)
+        return named(result)
 
 
 class ModuleAdapter:

@@ -57,21 +57,29 @@ def _result(eqn: Any, values: list[Any], backward: bool) -> Sequence[Any]:
     inner = called(eqn)
     if inner is not None:
         return _evaluated(inner, values, inside)
-    changes: dict[str, Any] = {}
     if eqn.primitive.name in _LOOPS:
         changes = {name: _rewritten(value, inside) for name, value in eqn.params.items()}
+        return bind(eqn, values, **changes)
     own = str(eqn.outvars[0].aval.dtype)
     if own not in _WIDER or not _is_own_sum(eqn, inside):
-        return bind(eqn, values, **changes)
+        return bind(eqn, values)
+    return [_rounded_once(eqn, values, own)]
+
+
+def _rounded_once(eqn: Any, values: list[Any], own: str) -> Any:
+    """Return a sum that is added up in a wider dtype."""
     wider = jax.numpy.dtype(_WIDER[own])
+    changes: dict[str, Any] = {}
     if "preferred_element_type" in eqn.params:
-        changes = {"preferred_element_type": wider}
-    elif eqn.primitive.name == "scatter-add":
-        changes = {"update_jaxpr": _addition(wider), "update_consts": ()}
+        changes["preferred_element_type"] = wider
+    # It holds a program of its own for the addition, in its dtype.
+    if eqn.primitive.name == "scatter-add":
+        changes["update_jaxpr"] = _addition(wider)
+        changes["update_consts"] = ()
     # The indices of a lookup are left as they are.
     operands = [value.astype(wider) if value.dtype == own else value for value in values]
     (found,) = bind(eqn, operands, **changes)
-    return [found.astype(own)]
+    return found.astype(own)
 
 
 def _addition(dtype: Any) -> Any:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import numpy as np
@@ -19,17 +19,22 @@ from flax_attn.parity.adapters.adapter import (
     Untested,
     dtypes,
     float64,
-    is_floating,
     kept_name,
-    rounding_factors,
 )
 from flax_attn.parity.adapters.module_adapter import ModuleAdapter, check_kind, output_of
 from flax_attn.parity.adapters.torch_dropout import WithoutDropout
 from flax_attn.parity.adapters.torch_functions import TorchFunctions
 from flax_attn.parity.adapters.torch_rounding import MoreRounding
+from flax_attn.parity.adapters.torch_tensors import (
+    Tensors,
+    as_extras,
+    as_tensors,
+    cast,
+    copied,
+    round_stochastically,
+)
 from flax_attn.parity.training import TrainingSpec
 
-Tensors = dict[str, torch.Tensor]
 # The names of buffers that are loaded and stored like parameters.
 STATISTICS = ("running_mean", "running_var", "selection_bias")
 
@@ -56,16 +61,18 @@ class TorchAdapter(ModuleAdapter):
         rule = "the PyTorch module is an nn.Module or a function of tensors"
         check_kind(module, rule, {"flax": "Flax", "equinox": "Equinox"})
         self._functions = TorchFunctions()
-        self.module = (
-            copy.deepcopy(module).double() if isinstance(module, torch.nn.Module) else module
-        )
-        method = module.forward if isinstance(module, torch.nn.Module) else module
+        self.module = module
+        method = module
+        if isinstance(module, torch.nn.Module):
+            self.module = copy.deepcopy(module).double()
+            method = module.forward
         super().__init__(method, call, cached_call, positional)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes of parameters and running statistics; of a shared parameter once."""
-        return {name: tuple(tensor.shape) for name, tensor in self._tensors(self.module).items()}
+        tensors = self._tensors(self.module)
+        return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
     @property
     def frozen(self) -> set[str]:
@@ -84,64 +91,64 @@ class TorchAdapter(ModuleAdapter):
         with torch.no_grad():
             for name, tensor in self._tensors(self.module).items():
                 # In NumPy a number stays one: ascontiguousarray would give it an axis.
-                tensor.copy_(torch.from_numpy(np.asarray(weights[name], order="C")))
+                array = np.asarray(weights[name], order="C")
+                tensor.copy_(torch.from_numpy(array))
 
     def arrays(self, arrays: Mapping[str, np.ndarray], dtype: str = "float64") -> Tensors:
         """Return inputs as tensors, floating ones cast."""
-        kind = getattr(torch, dtype)
-        found = {}
-        for name, array in arrays.items():
-            found[name] = torch.tensor(array, dtype=kind if is_floating(array) else None)
-        return found
+        return as_tensors(arrays, dtype)
 
     def run(self, spec: RunSpec) -> Result:
         """Run once."""
         module = self._prepared(spec)
         inputs = self.arrays(spec.inputs)
         if spec.rounding_seed:
-            _round_stochastically([*self._parameters(module).values(), *inputs.values()], spec)
+            round_stochastically([*self._parameters(module).values(), *inputs.values()], spec)
         kind = getattr(torch, spec.dtype)
         if isinstance(module, torch.nn.Module):
             module = module.to(kind)
-        inputs = _cast(inputs, kind)
+        inputs = cast(inputs, kind)
         differentiate = spec.cotangents is not None
         for tensor in inputs.values():
             tensor.requires_grad_(differentiate and tensor.is_floating_point())
-        extras = _extras(spec.extras)
         with ExitStack() as stack:
-            # In train mode a module may draw from the stream of the process, which stays as it is.
-            stack.enter_context(torch.random.fork_rng(devices=[], enabled=spec.mode != "eval"))
-            stack.enter_context(torch.set_grad_enabled(differentiate))
-            stack.enter_context(_kernel(spec.tangents is not None))
-            if spec.rounding_seed and spec.dtype == "float64":
-                stack.enter_context(MoreRounding(spec.rounding_seed))
-            if spec.mode == "statistics":
-                stack.enter_context(WithoutDropout())
-            random = torch.get_rng_state()
-            if spec.before is not None:
-                self.call(module, _cast(self.arrays(spec.before), kind), extras)
-            outputs = self.call(module, _copied(inputs), extras, spec.cached)
-            if spec.mode == "statistics":
-                _check_mode(module, random)
-                outputs |= self._kept(module)
+            for context in _contexts(spec):
+                stack.enter_context(context)
+            outputs = self._outputs(module, inputs, spec)
             if not differentiate:
                 return Result(float64(outputs), dtypes=dtypes(outputs))
             return self._gradients(module, inputs, outputs, spec)
 
-    def _gradients(self, module, inputs, outputs, spec: RunSpec) -> Result:
+    def _outputs(self, module: Any, inputs: Tensors, spec: RunSpec) -> Tensors:
+        random = torch.get_rng_state()
+        extras = as_extras(spec.extras)
+        if spec.before is not None:
+            before = self.arrays(spec.before, spec.dtype)
+            self.call(module, before, extras)
+        outputs = self.call(module, copied(inputs), extras, spec.cached)
+        if spec.mode == "statistics":
+            _check_mode(module, random)
+            outputs |= self._kept(module)
+        return outputs
+
+    def _gradients(self, module: Any, inputs: Tensors, outputs: Tensors, spec: RunSpec) -> Result:
         cotangents = self.arrays(spec.cotangents or {}, spec.dtype)
         terms = []
         for name, cotangent in cotangents.items():
             output = output_of(outputs, name)
-            terms.append((output * cotangent.to(output.dtype)).sum())
+            # A module may return an output in another dtype than that of the run.
+            products = output * cotangent.to(output.dtype)
+            terms.append(products.sum())
+        total = torch.stack(terms).sum()
         leaves = self._trained(module)
         leaves |= {name: x for name, x in inputs.items() if x.is_floating_point()}
         twice = spec.tangents is not None
-        gradients = _differentiated(torch.stack(terms).sum(), leaves, create_graph=twice)
+        gradients = _differentiated(total, leaves, create_graph=twice)
         if spec.tangents is None:
             return Result(float64(outputs), float64(gradients), dtypes=dtypes(outputs))
         slope = _slope(gradients, spec.tangents)
-        return Result({}, second=float64(_differentiated(slope, leaves)))
+        second = _differentiated(slope, leaves)
+        return Result({}, second=float64(second))
 
     def train(self, spec: TrainingSpec) -> Arrays:
         """Train a copy; return the final parameters, and the losses as `loss`."""
@@ -152,10 +159,12 @@ class TorchAdapter(ModuleAdapter):
         targets = self.arrays(spec.targets)
         losses = []
         for key in spec.keys:
-            extras = _extras({**spec.extras, "dropout_key": key})
-            loss = _loss(self.call(module, _copied(inputs), extras), targets)
+            extras = as_extras({**spec.extras, "dropout_key": key})
+            outputs = self.call(module, copied(inputs), extras)
+            loss = _loss(outputs, targets)
+            gradients = _differentiated(loss, trained)
             # 0 where there is none: the optimizer would skip None, and optax decays such weights.
-            for name, gradient in _differentiated(loss, trained).items():
+            for name, gradient in gradients.items():
                 trained[name].grad = gradient
             spec.recipe.clip(trained.values())
             optimizer.step()
@@ -215,18 +224,6 @@ class TorchAdapter(ModuleAdapter):
         return tensors
 
 
-@torch.no_grad()
-def _round_stochastically(tensors: list[torch.Tensor], spec: RunSpec) -> None:
-    factors = rounding_factors(spec.rounding_seed, torch.finfo(getattr(torch, spec.dtype)).eps)
-    for tensor in tensors:
-        if tensor.is_floating_point():
-            tensor.mul_(torch.from_numpy(factors(tuple(tensor.shape))))
-
-
-def _cast(inputs: Tensors, kind: torch.dtype) -> Tensors:
-    return {name: x.to(kind) if x.is_floating_point() else x for name, x in inputs.items()}
-
-
 def _check_mode(module: Any, random: torch.Tensor) -> None:
     """Raise where a call cannot be compared in train mode without dropout."""
     if isinstance(module, torch.nn.Module) and not module.training:
@@ -235,17 +232,13 @@ def _check_mode(module: Any, random: torch.Tensor) -> None:
         raise Untested("PyTorch draws random numbers in train mode beside those of dropout")
 
 
-def _copied(inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    # A module may write into what it is given, which PyTorch refuses for what is differentiated.
-    return {name: tensor.clone() for name, tensor in inputs.items()}
-
-
 def _loss(outputs: Mapping[str, torch.Tensor], targets: Tensors) -> torch.Tensor:
     """Return the sum of the mean squared errors, of elements whose target is not NaN."""
     losses = []
     for name, target in targets.items():
-        output = output_of(outputs, name)
-        losses.append((output - target).masked_fill(target.isnan(), 0).square().mean())
+        error = output_of(outputs, name) - target
+        known = error.masked_fill(target.isnan(), 0)
+        losses.append(known.square().mean())
     return torch.stack(losses).sum()
 
 
@@ -263,7 +256,7 @@ def _differentiated(
     total: torch.Tensor, leaves: Mapping[str, torch.Tensor], create_graph: bool = False
 ) -> dict[str, torch.Tensor]:
     """Return the gradients by name, 0 where the total does not depend on any leaf."""
-    if not (leaves and total.requires_grad):
+    if not leaves or not total.requires_grad:
         return {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
     # What the total does not depend on has a gradient of 0, not None.
     found = torch.autograd.grad(
@@ -272,15 +265,15 @@ def _differentiated(
     return dict(zip(leaves, found, strict=True))
 
 
-@contextmanager
-def _kernel(twice: bool):
-    # The fused attention of torch has no second derivative; its plain formula has.
-    if not twice:
-        yield
-        return
-    with sdpa_kernel(SDPBackend.MATH):
-        yield
-
-
-def _extras(extras: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
-    return {name: torch.from_numpy(np.asarray(value, order="C")) for name, value in extras.items()}
+def _contexts(spec: RunSpec) -> Iterator[AbstractContextManager]:
+    """Yield what a run takes place in, the outermost first."""
+    # In train mode a module may draw from the stream of the process, which stays as it is.
+    yield torch.random.fork_rng(devices=[], enabled=spec.mode != "eval")
+    yield torch.set_grad_enabled(spec.cotangents is not None)
+    if spec.tangents is not None:
+        # The fused attention of torch has no second derivative; its plain formula has.
+        yield sdpa_kernel(SDPBackend.MATH)
+    if spec.rounding_seed and spec.dtype == "float64":
+        yield MoreRounding(spec.rounding_seed)
+    if spec.mode == "statistics":
+        yield WithoutDropout()

@@ -57,5 +57,7 @@ class WithoutDropout(TorchFunctionMode):
             return args[0] if args else options["input"]
         if func in CONTAINING:
             args = tuple(0.0 if isinstance(value, float) else value for value in args)
-            options |= {name: 0.0 for name in PROBABILITY if name in options}
+            for name in PROBABILITY:
+                if name in options:
+                    options[name] = 0.0
         return func(*args, **options)

@@ -55,13 +55,15 @@ class TorchFunctions:
 
 def _replaced(before: dict[str, Any], now: Any) -> Iterator[str]:
     for name, value in before.items():
-        if not isinstance(value, _FUNCTIONS) or now.get(name) is value:
+        current = now.get(name)
+        if not isinstance(value, _FUNCTIONS) or current is value:
             continue
         # Parts that PyTorch imports later wrap functions of others, under the name they had.
-        same = getattr(now.get(name), "__name__", "") == value.__name__
-        if not same or _is_foreign(name, now[name]):
+        same = getattr(current, "__name__", "") == value.__name__
+        if not same or _is_foreign(name, current):
             yield name
-    for name in now.keys() - before.keys():
+    added = now.keys() - before.keys()
+    for name in added:
         if _is_foreign(name, now[name]):
             yield name
 
@@ -75,8 +77,11 @@ def _is_foreign(name: str, value: Any) -> bool:
     if isinstance(value, BuiltinFunctionType):
         # That of torch.linalg.norm is linalg_norm, that of logsigmoid log_sigmoid.
         return _plain(name) not in _plain(value.__name__)
+    if isinstance(value, partial):
+        return True
     # A special form of typing, which torch imports, or an object that stands for a function.
-    return isinstance(value, partial) or type(value).__module__.partition(".")[0] not in KNOWN
+    package, _, _ = type(value).__module__.partition(".")
+    return package not in KNOWN
 
 
 def _plain(name: str) -> str:

@@ -26,10 +26,13 @@ def tables_of(adapter: Adapter, spec: RunSpec, ids: Arrays) -> dict[str, tuple[i
     def look(module: torch.nn.Module, arguments: tuple[Any, ...]) -> None:
         if not isinstance(module, torch.nn.Embedding) or not arguments:
             return
+        table = module.num_embeddings, module.padding_idx
         for name, array in ids.items():
-            if _are_equal(arguments[0], torch.as_tensor(array)):
-                table = module.num_embeddings, module.padding_idx
-                found[name] = min(table, found.get(name, table), key=lambda table: table[0])
+            if not _are_equal(arguments[0], torch.as_tensor(array)):
+                continue
+            # Ids that are passed to several tables have to be rows of each.
+            known = found.get(name, table)
+            found[name] = min(table, known, key=lambda one: one[0])
 
     hook = register_module_forward_pre_hook(look)
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -31,12 +32,21 @@ class OtherTies(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:
         """Call an operation; one that selects, on the values in reverse order."""
         kwargs = kwargs or {}
-        given: dict[str, Any] = {}
-        for i, argument in enumerate(func._schema.arguments):
-            given[argument.name] = args[i] if i < len(args) else kwargs.get(argument.name)
-        values = given.get("self")
-        if values is None or func not in SELECTING or not values.ndim:
+        if func not in SELECTING:
             return func(*args, **kwargs)
-        axis = -1 if given.get("dim") is None else given["dim"]
-        found, indices = func(values.flip(axis), *args[1:], **kwargs)
-        return found, values.shape[axis] - 1 - indices
+        values, *rest = args
+        # Of a number there is one value.
+        if not values.ndim:
+            return func(*args, **kwargs)
+        axis = _axis(func, args)
+        found, indices = func(values.flip(axis), *rest, **kwargs)
+        last = values.shape[axis] - 1
+        return found, last - indices
+
+
+def _axis(func: Any, given: Sequence[Any]) -> int:
+    """Return the axis along which an operation selects, the last one by default."""
+    names = [argument.name for argument in func._schema.arguments]
+    # PyTorch passes all but defaults by position here, however they were given.
+    place = names.index("dim")
+    return given[place] if place < len(given) else -1

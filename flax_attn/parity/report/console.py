@@ -97,19 +97,25 @@ def text(report: Findings, width: int = 120) -> str:
     # A notebook would get HTML, and nothing in the file.
     plain = {"color_system": None, "highlight": False, "force_jupyter": False}
     Console(file=file, width=width, **plain).print(verdict(report))
-    # Tables pad their last column.
-    return "\n".join(line.rstrip() for line in file.getvalue().rstrip().splitlines())
+    return "\n".join(_stripped(file.getvalue()))
 
 
 def short(report: Findings, console: Console, lines: int = LINES) -> str:
     """Return what fits of a report into some lines, the verdict first, without the pairs."""
     with console.capture() as capture:
         console.print(Group(*_parts(report, pairs=False)))
-    shown = [line.rstrip() for line in capture.get().rstrip().splitlines()]
-    if len(shown) <= lines:
-        return "\n".join(shown)
-    left = len(shown) - lines + 1
-    return "\n".join([*shown[: lines - 1], f"{left} more lines: --full shows all"])
+    shown = _stripped(capture.get())
+    if len(shown) > lines:
+        # The last line says how many there would be.
+        kept = lines - 1
+        left = len(shown) - kept
+        shown = [*shown[:kept], f"{left} more lines: --full shows all"]
+    return "\n".join(shown)
+
+
+def _stripped(printed: str) -> list[str]:
+    # Tables pad their last column.
+    return [line.rstrip() for line in printed.rstrip().splitlines()]
 
 
 def notes(reports: Sequence[Findings]) -> list[str]:
@@ -138,12 +144,14 @@ def _cell(check: Check | None) -> Text:
         return Text("-", style="dim")
     if check.nothing:
         return Text("nothing", style="bold red")
+    error = wording.error(check)
     if not check.passed:
-        return Text(wording.error(check), style="bold red")
-    # Of layouts, how many there are.
-    return Text(
-        str(check.note.count(", ") + 1) if check.name == "layouts" else wording.error(check)
-    )
+        return Text(error, style="bold red")
+    if check.name == "layouts":
+        # How many there are.
+        count = check.note.count(", ") + 1
+        return Text(str(count))
+    return Text(error)
 
 
 def _verdict(report: Findings) -> Text:
@@ -151,25 +159,30 @@ def _verdict(report: Findings) -> Text:
 
 
 def _parts(report: Findings, pairs: bool) -> Iterator[RenderableType]:
-    weaker = f" ({report.weaker})" if report.loosened else ""
-    reason = f"{weaker}\n{wording.reason(report)}\n"
-    yield Text.assemble((report.name, "bold"), ": ", _verdict(report), reason)
-    yield from _titled("tested", [report.coverage.lines] if report.coverage.lines else [])
+    yield _heading(report)
+    yield from _titled("tested", [report.coverage.lines])
     yield from _titled("not tested", report.coverage.untested, "yellow")
     yield from _titled("what they compute differently", report.where)
     yield from _titled("look at next", next_steps(report))
-    yield _checks([check for check in report.checks if check.ran])
-    nothing = [_missing(check) for check in report.checks if check.nothing]
-    yield from _titled("nothing compared", nothing, "bold red")
+    yield _checks(report.ran)
+    yield from _titled("nothing compared", map(_missing, report.compared_nothing), "bold red")
     # One that applies and was not tried stands above, as not tested.
     skipped = [_missing(check) for check in report.checks if check.skipped and not check.untested]
     yield from _titled("not run", skipped, "dim")
     if report.mutants is not None:
-        yield from _titled("mutants", [next(report.mutants.lines())])
+        # The first line counts them.
+        counted = next(report.mutants.lines())
+        yield from _titled("mutants", [counted])
     yield from _titled("notes", report.notes)
-    yield from _titled("repeat", [report.command] if report.command else [])
+    yield from _titled("repeat", [report.command])
     if pairs and report.entries:
         yield from _pairs(report.entries)
+
+
+def _heading(report: Findings) -> Text:
+    weaker = f" ({report.weaker})" if report.loosened else ""
+    reason = f"{weaker}\n{wording.reason(report)}\n"
+    return Text.assemble((report.name, "bold"), ": ", _verdict(report), reason)
 
 
 def _checks(checks: Sequence[Check]) -> Table:
@@ -198,6 +211,7 @@ def _pairs(entries: Sequence[Entry]) -> Iterator[RenderableType]:
     rows = _table()
     for column in ("torch", "shape", "flax", "shape", "flax to torch"):
         rows.add_column(column, overflow="fold")
+    # A model has hundreds of them, and a terminal few lines.
     for entry in entries[:PAIRS]:
         cells = (
             entry.theirs,

@@ -84,6 +84,7 @@ def attention(name: str, flax: np.ndarray, torch: np.ndarray) -> list[Picture]:
 def losses(flax: np.ndarray, torch: np.ndarray, rule: float) -> Picture:
     """Draw the losses of both sides, and below it how far apart they are."""
     apart = np.abs(flax - torch) / np.max(np.abs(torch))
+    steps = len(torch)
     figure = make_subplots(2, 1, shared_xaxes=True, row_heights=[0.6, 0.4], vertical_spacing=0.08)
     _add_curves(figure, flax, torch)
     _add_difference(figure, apart, rule)
@@ -91,14 +92,16 @@ def losses(flax: np.ndarray, torch: np.ndarray, rule: float) -> Picture:
     figure.update_yaxes(title="loss", row=1)
     figure.update_yaxes(title="difference", range=np.log10([FLOOR / 2, 1]), dtick=6, row=2)
     figure.update_xaxes(title="step", row=2)
-    figure.update_xaxes(range=[0, len(torch) + 1])
+    figure.update_xaxes(range=[0, steps + 1])
     figure.update_layout(legend={"orientation": "h", "y": 1.12})
+    ours = f"flax from {flax[0]:.4g} to {flax[-1]:.4g}"
+    theirs = f"torch from {torch[0]:.4g} to {torch[-1]:.4g}"
     words = (
-        f"{len(torch)} steps: torch from {torch[0]:.4g} to {torch[-1]:.4g}, flax from {flax[0]:.4g}"
-        f" to {flax[-1]:.4g}; at most {np.max(apart):.1e} of the largest loss apart. The rule is"
-        f" {rule:.0e}."
+        f"{steps} steps: {theirs}, {ours}; at most {np.max(apart):.1e} of the largest loss apart."
+        f" The rule is {rule:.0e}."
     )
-    return _picture(figure, "Losses", words, 360, {"t": 12, "b": 40, "l": 80, "r": 12})
+    margin = {"t": 12, "b": 40, "l": 80, "r": 12}
+    return _picture(figure, "Losses", words, 360, margin)
 
 
 def _drawn_steps(count: int) -> np.ndarray:

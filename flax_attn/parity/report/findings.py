@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -59,8 +60,7 @@ class Findings:
     @property
     def passed(self) -> bool:
         """Whether something was measured, and every rule holds."""
-        measured = any(check.ran for check in self.checks)
-        return measured and not self.failed
+        return bool(self.ran) and not self.failed
 
     @property
     def differs(self) -> bool:
@@ -74,10 +74,19 @@ class Findings:
             return "different"
         # Without outputs to compare, that shapes agree is not worth the name.
         forward = self.check("forward")
-        compared = any(check.ran for check in self.checks)
-        if not compared or (forward is not None and not forward.ran):
+        if not self.ran or (forward is not None and not forward.ran):
             return "not compared"
         return "equal" if self.passed and not self.coverage.untested else "equal where tested"
+
+    @property
+    def ran(self) -> list[Check]:
+        """The checks that measured something."""
+        return [check for check in self.checks if check.ran]
+
+    @property
+    def compared_nothing(self) -> list[Check]:
+        """The checks that apply, and had nothing to compare."""
+        return [check for check in self.checks if check.nothing]
 
     @property
     def failed(self) -> list[Check]:
@@ -87,7 +96,7 @@ class Findings:
     @property
     def margin(self) -> float:
         """How many times the error of the worst check fits into its rule."""
-        return min((check.margin for check in self.checks if check.ran), default=np.inf)
+        return min((check.margin for check in self.ran), default=np.inf)
 
     @property
     def causes(self) -> list[str]:
@@ -111,27 +120,34 @@ class Findings:
     def explain(self) -> str:
         """Return the verdict as a failing test prints it: causes, nodes, then failed checks."""
         if self.passed:
-            by = "exactly" if np.isinf(self.margin) else f"{self.margin:.3g}x below the rules"
-            where = " where tested" if self.coverage.untested else ""
-            line = f"{self.name}: both sides are the same function{where}, {by}"
-            line += f" ({self.weaker})" if self.loosened else ""
-            missing = [f"not tested: {sentence}" for sentence in self.coverage.untested]
-            return "\n  ".join([line, *missing])
-        failed = self.failed or [check for check in self.checks if not check.ran]
+            return "\n  ".join(self._explain_pass())
         verdict = "not proven that both sides are the same function"
         if self.differs:
             verdict = "the two sides differ"
+        # Nothing has failed where nothing has run: then that is what to explain.
+        failed = self.failed or [check for check in self.checks if not check.ran]
         lines = [f"{self.name}: {verdict}", *self.where, *_explained(failed)]
         if self.command:
             lines.append(f"repeat: {self.command}")
         return "\n  ".join(lines)
 
+    def _explain_pass(self) -> Iterator[str]:
+        by = "exactly" if np.isinf(self.margin) else f"{self.margin:.3g}x below the rules"
+        untested = self.coverage.untested
+        where = " where tested" if untested else ""
+        weaker = f" ({self.weaker})" if self.loosened else ""
+        yield f"{self.name}: both sides are the same function{where}, {by}{weaker}"
+        for sentence in untested:
+            yield f"not tested: {sentence}"
+
 
 def _explained(checks: Sequence[Check]) -> Iterator[str]:
     """Yield a line for each check; those that have nothing to compare for one reason share one."""
-    alike: dict[str, list[str]] = {}
+    alike: defaultdict[str, list[str]] = defaultdict(list)
     for check in checks:
         if check.nothing:
-            alike.setdefault(check.missing, []).append(check.name)
-    yield from (f"{', '.join(names)}: {reason}" for reason, names in alike.items())
+            alike[check.missing].append(check.name)
+    # An empty batch, for one, is a reason of nearly all checks.
+    for reason, names in alike.items():
+        yield f"{', '.join(names)}: {reason}"
     yield from (check.explain() for check in checks if not check.nothing)

@@ -14,6 +14,7 @@ import numpy as np
 from flax_attn.convert.replacing import replacing
 from flax_attn.parity import tolerance
 from flax_attn.parity.cpu import on_cpu
+from flax_attn.parity.padding import GRADIENT_OF
 from flax_attn.parity.report import scale, wording
 from flax_attn.parity.report.findings import Findings
 
@@ -118,28 +119,36 @@ def _section(report: Findings, size: int) -> Section:
     section = Section(report, _tensors(report))
     if report.difference is not None and report.difference.steps:
         section.difference = figures.difference(report.difference)
+    if report.pair is None:
+        return section
     training = report.check("training")
     # Where the check has run, both are trained; nothing is trained for a page.
-    if report.pair is not None and training is not None and training.errors:
+    if training is not None and training.errors:
         flax, torch = report.pair.trained
         section.losses = figures.losses(flax["loss"], torch["loss"], training.limit)
-    if report.pair is not None and size:
+    if size:
         section.heads, section.missing = _attention(report, size)
     return section
 
 
 def _tensors(report: Findings) -> dict[str, dict[str, float]]:
     found: dict[str, dict[str, float]] = defaultdict(dict)
-    for check in report.checks:
-        # A rule of 0 is that of a count, which has no ratio to show.
-        if not check.limit:
-            continue
+    # A rule of 0 is that of a count, which has no ratio to show.
+    checks = [check for check in report.checks if check.limit]
+    for check in checks:
         for name, error in check.errors.items():
-            row = found[name.removeprefix("gradient of ")]
+            tensor = name.removeprefix(GRADIENT_OF)
+            row = found[tensor]
             ratio = wording.times(error, check.limit)
+            # A tensor and its gradient share a row, which shows the worse.
             row[check.name] = max(row.get(check.name, 0.0), ratio)
-    order = sorted(found, key=lambda name: -max(found[name].values()))
-    return {name: found[name] for name in order[:TENSORS]}
+    return _worst_rows(found)
+
+
+def _worst_rows(rows: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
+    worst = {name: max(ratios.values()) for name, ratios in rows.items()}
+    order = sorted(rows, key=lambda name: -worst[name])
+    return {name: rows[name] for name in order[:TENSORS]}
 
 
 def _attention(report: Findings, size: int) -> tuple[list[Any], str]:

@@ -35,7 +35,7 @@ class Report(Findings):
 
     def __repr__(self) -> str:
         """Return the verdict in short."""
-        ran = sum(check.ran for check in self.checks)
+        ran = len(self.ran)
         count = "1 check" if ran == 1 else f"{ran} checks"
         return f"Report({self.name!r}: {wording.verdict(self)}, {count})"
 
@@ -64,14 +64,15 @@ class Report(Findings):
             ImportError: if a page is asked for and jinja2 or plotly is not installed.
         """
         writers = {".html": page.write_page, ".json": document.write_one, ".xml": write_junit}
-        suffix = Path(path).suffix
-        if suffix not in writers:
-            good = str(Path(path).with_suffix(".html"))
+        file = Path(path)
+        write = writers.get(file.suffix)
+        if write is None:
+            good = str(file.with_suffix(".html"))
             raise ValueError(
                 f"the suffix must be .html, .json or .xml; got {str(path)!r}. "
                 f"Use report.save({good!r})"
             )
-        writers[suffix]([self], str(path))
+        write([self], str(path))
 
     def export(self, folder: str | PathLike[str]) -> Path:
         """Write the PyTorch results to `folder/NAME.safetensors`, and return the path.
@@ -92,9 +93,10 @@ def environment() -> dict[str, str]:
         "platform": platform.platform(),
     }
     found |= {package: _version(package) for package in PACKAGES}
+    # Where it is not imported, no result depends on it.
     if "transformers" in sys.modules:
         found["transformers"] = _version("transformers")
-    found["jax devices"] = ", ".join(str(device) for device in jax.devices())
+    found["jax devices"] = ", ".join(map(str, jax.devices()))
     found["known wrong results"] = known_faults.summary()
     for setting in ("jax_enable_x64", "jax_default_matmul_precision"):
         found[setting] = str(getattr(jax.config, setting))

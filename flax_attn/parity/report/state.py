@@ -16,9 +16,9 @@ def next_steps(report: Findings) -> list[str]:
     steps = [report.error] if report.error else []
     if report.differs:
         steps.append(_first_difference(report))
-    nothing = [check.name for check in report.checks if check.nothing]
+    nothing = ", ".join(check.name for check in report.compared_nothing)
     if nothing:
-        steps.append(f"do what these say, which had nothing to compare: {', '.join(nothing)}")
+        steps.append(f"do what these say, which had nothing to compare: {nothing}")
     if report.coverage.untested:
         steps.append("pass what tests that which is named as not tested, where it can be tested")
     if report.loosened:

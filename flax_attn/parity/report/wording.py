@@ -87,21 +87,21 @@ def verdict(report: Findings) -> str:
 
 def reason(report: Findings) -> str:
     """Return what the verdict rests on, in a sentence."""
-    ran = [check for check in report.checks if check.ran]
-    nothing = [check for check in report.checks if check.nothing]
-    if not (ran or nothing):
+    ran = len(report.ran)
+    nothing = len(report.compared_nothing)
+    if not ran and not nothing:
         return report.error or "No check was run."
     if report.passed:
-        return f"All {len(ran)} checks hold; the nearest is {margin(report.margin)} below its rule."
-    failed = [check for check in report.failed if check.ran]
-    missing = [check for check in report.failed if check.skipped]
+        return f"All {ran} checks hold; the nearest is {margin(report.margin)} below its rule."
+    failed = sum(check.ran for check in report.failed)
+    missing = sum(bool(check.skipped) for check in report.failed)
     parts = []
     if failed:
-        parts.append(f"{len(failed)} of {len(ran)} checks fail")
+        parts.append(f"{failed} of {ran} checks fail")
     if nothing:
-        parts.append(f"{len(nothing)} had nothing to compare")
+        parts.append(f"{nothing} had nothing to compare")
     if missing:
-        parts.append(f"{len(missing)} asked for by name could not be run")
+        parts.append(f"{missing} asked for by name could not be run")
     return f"{'; '.join(parts)}."
 
 

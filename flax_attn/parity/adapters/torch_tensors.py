@@ -1,0 +1,49 @@
+"""Tensors as PyTorch takes them: from arrays, cast, and copied for each call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+
+from flax_attn.parity.adapters.adapter import RunSpec, is_floating, rounding_factors
+
+Tensors = dict[str, torch.Tensor]
+
+
+def as_tensors(arrays: Mapping[str, np.ndarray], dtype: str) -> Tensors:
+    """Return arrays as tensors, floating ones in a dtype."""
+    kind = getattr(torch, dtype)
+    found = {}
+    for name, array in arrays.items():
+        found[name] = torch.tensor(array, dtype=kind if is_floating(array) else None)
+    return found
+
+
+@torch.no_grad()
+def round_stochastically(tensors: list[torch.Tensor], spec: RunSpec) -> None:
+    """Multiply floating tensors by factors of about 1, in place."""
+    eps = torch.finfo(getattr(torch, spec.dtype)).eps
+    factors = rounding_factors(spec.rounding_seed, eps)
+    for tensor in tensors:
+        if tensor.is_floating_point():
+            drawn = factors(tuple(tensor.shape))
+            tensor.mul_(torch.from_numpy(drawn))
+
+
+def cast(inputs: Tensors, kind: torch.dtype) -> Tensors:
+    """Return tensors with the floating ones in a dtype."""
+    return {name: x.to(kind) if x.is_floating_point() else x for name, x in inputs.items()}
+
+
+def copied(inputs: Tensors) -> Tensors:
+    """Return copies for one call."""
+    # A module may write into what it is given, which PyTorch refuses for what is differentiated.
+    return {name: tensor.clone() for name, tensor in inputs.items()}
+
+
+def as_extras(extras: Mapping[str, np.ndarray]) -> Tensors:
+    """Return the arguments of a call beside its inputs, in their own dtypes."""
+    arrays = {name: np.asarray(value, order="C") for name, value in extras.items()}
+    return {name: torch.from_numpy(array) for name, array in arrays.items()}
