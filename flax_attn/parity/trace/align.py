@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from types import MappingProxyType
 
 import numpy as np
 
@@ -50,7 +51,7 @@ class Sorted:
 
 def _shown(array: np.ndarray) -> np.ndarray:
     """Return the numbers of an array that hide nothing."""
-    flat = np.asarray(array, np.float64).reshape(-1)
+    flat = _flat(array)
     with np.errstate(invalid="ignore"):
         return flat[np.abs(flat) < HIDING]
 
@@ -93,7 +94,7 @@ class Numbers:
     def telling(self) -> bool:
         """Whether equal numbers are the same quantity: they are many, or at least not all alike."""
         x = self.sorted
-        if self.array.dtype.kind != "f" or not x.size:
+        if self.array.dtype.kind not in "fc" or not x.size:
             return False
         # A number of many digits is not the same by chance.
         if x.size == 1:
@@ -119,7 +120,7 @@ def same_array(one: np.ndarray, other: np.ndarray) -> bool:
     first, second = np.squeeze(one), np.squeeze(other)
     if first.shape != second.shape:
         return False
-    if first.dtype.kind != "f":
+    if first.dtype.kind not in "fc":
         return bool((first == second).all())
     scale = max(Numbers(first).scale, Numbers(second).scale)
     return _close(first, second, scale)
@@ -144,12 +145,14 @@ class Alignment:
         torch: run of PyTorch.
         expected: the right outputs of the JAX run, by name.
         changed: values of the JAX run that replace those that it computed.
+        fixed: nodes of JAX whose values were taken from PyTorch, and stay.
     """
 
     flax: Program
     torch: Program
     expected: Arrays
     changed: Mapping[Node, np.ndarray] = field(default_factory=dict)
+    fixed: frozenset[Node] = frozenset()
 
     def __post_init__(self):
         self._numbers: dict[Node, Numbers] = {}
@@ -227,9 +230,35 @@ class Alignment:
         found = [node for node in nodes[low:high] if own.equals(self.numbers(node))]
         return sorted(found, key=lambda node: node.order)
 
-    def with_changed(self, changed: Mapping[Node, np.ndarray]) -> Alignment:
-        """Return the alignment after some values of the JAX run are replaced."""
-        other = Alignment(self.flax, self.torch, self.expected, {**self.changed, **changed})
+    def rerun(
+        self,
+        replaced: Mapping[Node, np.ndarray],
+        most: int | None = None,
+        until: Node | None = None,
+    ) -> dict[Node, np.ndarray]:
+        """Return the values of JAX that change when some are replaced, as `Program.rerun` does."""
+        return self.flax.rerun(replaced, self.changed, most, until, self.fixed)
+
+    def wrong(self, changed: Mapping[Node, np.ndarray] = MappingProxyType({})) -> list[str]:
+        """Return the names of the outputs that differ, with changed values if there are any."""
+        found = []
+        for name, node in self.flax.outputs.items():
+            if not same_array(changed.get(node, self.value(node)), self.expected[name]):
+                found.append(name)
+        return found
+
+    def with_changed(
+        self, changed: Mapping[Node, np.ndarray], fixed: Iterable[Node] = ()
+    ) -> Alignment:
+        """Return the alignment after some values of the JAX run are replaced.
+
+        Args:
+            changed: every value that changes.
+            fixed: nodes whose values were replaced, which later replacements leave as they are.
+        """
+        values = {**self.changed, **changed}
+        stays = self.fixed | frozenset(fixed)
+        other = Alignment(self.flax, self.torch, self.expected, values, stays)
         kept = {node: own for node, own in self._numbers.items() if node not in changed}
         other._numbers, other.kept = kept, self.kept
         other.__dict__["_index"] = self._index
@@ -261,8 +290,15 @@ class Repair:
     value: np.ndarray
 
 
+def _flat(array: np.ndarray) -> np.ndarray:
+    """Return the numbers of an array, of complex ones the real and the imaginary parts."""
+    if np.iscomplexobj(array):
+        array = np.stack([np.real(array), np.imag(array)])
+    return np.asarray(array, np.float64).reshape(-1)
+
+
 def _bytes(array: np.ndarray) -> bytes:
-    flat = np.asarray(array, np.float64).reshape(-1)
+    flat = _flat(array)
     # Numbers that are all alike say nothing but their shape.
     alike = not flat.size or (flat == flat[0]).all()
     shape = str(np.squeeze(array).shape) if alike else ""

@@ -284,6 +284,10 @@ class Builder:
     def _of(self, node: Node) -> Expression:
         if node.operation in ("source", "constant"):
             return Expression(node.operation, (), (node.name or _contents(node.value),), node)
+        summed = logsumexp_of(node)
+        if summed is not None:
+            sizes = _sizes(summed, summed.parameters["axes"])
+            return Expression("logsumexp", (self(_exponent(summed)),), (sizes,), summed)
         operands = [self(operand) for operand in node.operands]
         if node.operation in ("add", "add_any", "sub", "mul", "div") and _moved(node, operands):
             operands[1] = Expression("moved", (operands[1],), (), node.operands[1])
@@ -301,6 +305,38 @@ class Builder:
         if name:
             return Expression(name, tuple(reversed(operands)), (), node)
         return _contained(node, operands)
+
+
+def logsumexp_of(node: Node) -> Node | None:
+    """Return the sum of a `logsumexp`, which adds what its exponents lack; else None."""
+    if node.operation != "add" or len(node.operands) != 2:
+        return None
+    for log, shift in (node.operands, node.operands[::-1]):
+        summed = summed_in(moved_from(log))
+        if summed is None:
+            continue
+        difference = moved_from(moved_from(summed.operands[0]).operands[0])
+        if difference.operation == "sub" and _shifts_by(difference, shift):
+            return summed
+    return None
+
+
+def summed_in(log: Node) -> Node | None:
+    """Return the sum of exponentials of which a node is the logarithm; None if it is not."""
+    if log.operation != "log":
+        return None
+    summed = moved_from(log.operands[0])
+    is_sum = summed.operation == "sum" and moved_from(summed.operands[0]).operation == "exp"
+    return summed if is_sum else None
+
+
+def _shifts_by(difference: Node, shift: Node) -> bool:
+    return moved_from(difference.operands[1]) is moved_from(shift)
+
+
+def _exponent(summed: Node) -> Node:
+    """Return the argument of a `logsumexp`, of the sum in it."""
+    return moved_from(moved_from(summed.operands[0]).operands[0]).operands[0]
 
 
 def _contents(value: np.ndarray) -> str:
@@ -567,6 +603,8 @@ def _pad(node: Node, x: list[Expression]) -> Expression:
     """Return a padding by the axes that it makes longer: size, before, after."""
     shape = node.operands[0].value.shape
     around = _around(node)
+    if not any(map(any, around)):
+        return x[0]
     longer = [(size, *pads) for size, pads in zip(shape, around, strict=True) if any(pads)]
     return Expression("pad", tuple(x), (("around", tuple(sorted(longer))),), node)
 
@@ -580,6 +618,30 @@ def _around(node: Node) -> list[tuple[int, ...]]:
     flat = node.parameters["pad"]
     pairs = [(flat[i], flat[i + 1]) for i in range(0, len(flat), 2)]
     return [(0, 0)] * (node.operands[0].value.ndim - len(pairs)) + pairs[::-1]
+
+
+def _iota(node: Node, x: list[Expression]) -> Expression:
+    """Return numbers at equal distances as whole ones from 0, times a step, and a start."""
+    numbers = np.unique(node.value)
+    if len(numbers) < 2:
+        return number(float(node.value.flat[0]), node) if node.value.size else _contained(node, x)
+    start = float(node.value.flat[0])
+    step = float(node.value.flat[-1] - start) / (len(numbers) - 1)
+    counted = Expression("iota", (), (("size", len(numbers)),), node)
+    return total([(step, counted), (start, ONE)], node)
+
+
+def _fft(node: Node, x: list[Expression]) -> Expression:
+    """Return a Fourier transform by its lengths; an inverse one is divided by them in JAX."""
+    given = node.parameters
+    real = node.value if node.operation == "fft_c2r" else node.operands[0].value
+    inverse = given.get("inverse", not given.get("forward", node.operation != "fft_c2r"))
+    lengths = given.get("lengths", ())
+    if "axes" in given:
+        lengths = tuple(real.shape[axis] for axis in given["axes"])
+    scaling = given.get("normalization", 2 if inverse else 0)
+    settings = (("lengths", lengths), ("inverse", inverse), ("normalization", scaling))
+    return Expression(node.operation, tuple(x), settings, node)
 
 
 def _spatial(node: Node) -> Sequence[int]:
@@ -645,4 +707,6 @@ RULES: dict[str, Rule] = {
     "pad": _pad,
     "stack": _stack,
     "topk": _topk,
+    "iota": _iota,
+    **dict.fromkeys(("fft_r2c", "fft_c2r", "fft_c2c"), _fft),
 }

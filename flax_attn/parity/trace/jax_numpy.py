@@ -34,6 +34,8 @@ NAMES: dict[str, str] = {
     "dynamic_slice": "slice",
     "top_k": "topk",
 }
+# Transforms from real or complex numbers to real or complex ones, as PyTorch calls them.
+FFT = {"FFT": "fft_c2c", "IFFT": "fft_c2c", "RFFT": "fft_r2c", "IRFFT": "fft_c2r"}
 ELEMENTWISE: dict[str, Callable[..., Any]] = {
     "add": np.add,
     "add_any": np.add,
@@ -253,13 +255,23 @@ def _rule_of(eqn: Any) -> Callable[[Arrays], Any] | None:
 
 
 def _of_numpy(dtype: Any) -> bool:
-    # Neither a key nor a dtype of ml_dtypes.
-    return isinstance(dtype, np.dtype) and dtype.kind in "biuf" and dtype.isbuiltin == 1
+    # NumPy rounds a function in float32 otherwise than XLA; keys and ml_dtypes are not its own.
+    return isinstance(dtype, np.dtype) and (dtype.kind in "biu" or dtype == np.float64)
 
 
 def _bound(eqn: Any) -> Callable[[Arrays], list[np.ndarray]]:
-    # What JAX takes, it takes from NumPy as well.
-    return lambda operands: [_as_numpy(result) for result in bind(eqn, operands)]
+    # What JAX takes, it takes from NumPy as well; a value of PyTorch may have another dtype.
+    kinds = [getattr(atom.aval, "dtype", None) for atom in eqn.invars]
+
+    def function(operands: Arrays) -> list[np.ndarray]:
+        given = [_cast_to(x, kind) for x, kind in zip(operands, kinds, strict=True)]
+        return [_as_numpy(result) for result in bind(eqn, given)]
+
+    return function
+
+
+def _cast_to(x: Any, kind: Any) -> Any:
+    return x.astype(kind) if isinstance(x, np.ndarray) and isinstance(kind, np.dtype) else x
 
 
 def _as_numpy(value: Any) -> Any:
@@ -308,6 +320,8 @@ SHOWN = {
 def name_of(eqn: Any) -> str:
     """Return the name of an operation in plain notation."""
     name: str = eqn.primitive.name
+    if name == "fft":
+        return FFT[eqn.params["fft_type"].name]
     return NAMES.get(name, name)
 
 
@@ -322,5 +336,8 @@ def parameters_of(eqn: Any) -> dict[str, Any]:
     """Return the parameters of an operation that its result depends on, in plain notation."""
     shown = SHOWN.get(eqn.primitive.name, {})
     found = {name: _plain(eqn.params[own]) for own, name in shown.items()}
+    if eqn.primitive.name == "fft":
+        lengths = tuple(eqn.params["fft_lengths"])
+        return {"lengths": lengths, "inverse": eqn.params["fft_type"].name.startswith("I")}
     # Its operands are the condition, and the case for False before that for True.
     return {**found, "false_first": True} if eqn.primitive.name == "select_n" else found
