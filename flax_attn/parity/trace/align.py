@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import islice
 from types import MappingProxyType
 
 import numpy as np
 
 from flax_attn.parity.adapters.adapter import Arrays
+from flax_attn.parity.trace.layouts import laid_out
 from flax_attn.parity.trace.program import Node, Program
 
 # Relative to the size of an array: far below any difference that matters, and above the rounding of
@@ -19,6 +21,8 @@ SAME = 1e-11
 HIDING = 1e8
 # A moment of n rounded numbers is that exact.
 CLOSE = 1e-9
+# The layouts of an array that are tried.
+LAYOUTS = 24
 # The sorted numbers that are kept: 256 MiB.
 ROOM = 2**25
 
@@ -126,6 +130,14 @@ def same_array(one: np.ndarray, other: np.ndarray) -> bool:
     return _close(first, second, scale)
 
 
+def is_laid_out(ours: np.ndarray, theirs: np.ndarray) -> bool:
+    """Whether an array is another in a layout; where one repeats numbers, no order is known."""
+    if ours.size != theirs.size:
+        return True
+    layouts = islice(laid_out(theirs, ours.shape), LAYOUTS)
+    return any(same_array(ours, value) for value in layouts)
+
+
 def _close(first: np.ndarray, second: np.ndarray, scale: float) -> bool:
     with np.errstate(invalid="ignore"):
         hidden = (np.abs(first) >= HIDING) | ~np.isfinite(first)
@@ -146,6 +158,7 @@ class Alignment:
         expected: the right outputs of the JAX run, by name.
         changed: values of the JAX run that replace those that it computed.
         fixed: nodes of JAX whose values were taken from PyTorch, and stay.
+        ordered: whether numbers in another order are another quantity, except for a layout of axes.
     """
 
     flax: Program
@@ -153,6 +166,7 @@ class Alignment:
     expected: Arrays
     changed: Mapping[Node, np.ndarray] = field(default_factory=dict)
     fixed: frozenset[Node] = frozenset()
+    ordered: bool = False
 
     def __post_init__(self):
         self._numbers: dict[Node, Numbers] = {}
@@ -228,6 +242,8 @@ class Alignment:
         if low == high or not own.telling:
             return []
         found = [node for node in nodes[low:high] if own.equals(self.numbers(node))]
+        if self.ordered:
+            found = [node for node in found if is_laid_out(own.array, node.value)]
         return sorted(found, key=lambda node: node.order)
 
     def rerun(
@@ -258,7 +274,7 @@ class Alignment:
         """
         values = {**self.changed, **changed}
         stays = self.fixed | frozenset(fixed)
-        other = Alignment(self.flax, self.torch, self.expected, values, stays)
+        other = replace(self, changed=values, fixed=stays)
         kept = {node: own for node, own in self._numbers.items() if node not in changed}
         other._numbers, other.kept = kept, self.kept
         other.__dict__["_index"] = self._index

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 
 import numpy as np
 
-from flax_attn.parity.trace.align import Alignment, Numbers, Repair, cone, same_array
+from flax_attn.parity.trace.align import (
+    LAYOUTS,
+    Alignment,
+    Numbers,
+    Repair,
+    cone,
+    is_laid_out,
+    same_array,
+)
 from flax_attn.parity.trace.expression import Builder, Expression, parts
 from flax_attn.parity.trace.gaps import Gap, gaps
 from flax_attn.parity.trace.hypothesis import Hypothesis, Side
 from flax_attn.parity.trace.layouts import laid_out
-from flax_attn.parity.trace.moves import ancestors, last_move, narrowed, relation, shown, steps
+from flax_attn.parity.trace.moves import last_move, narrowed, relation, shown, steps
 from flax_attn.parity.trace.notation import Names, plain, text
 from flax_attn.parity.trace.program import Node, Place
 
@@ -25,13 +33,9 @@ ALONG_AXES = ("sum", "mean", "amax", "amin", "prod", "cumsum", "cumprod", "sort"
 REARRANGING = ("concat", "flip", "gather", "stack", "roll")
 # What differs as a whole.
 WHOLE = ("operation", "operand", "order", "term", "base")
-# What differs in numbers alone.
-EXACT = ("factor", "sign", "exponent", "constant", "value")
 # More gaps than these are not told apart: the whole expressions say what differs. Those of repeated
 # steps are one.
 FEW, MANY = 4, 48
-# The axes of an array whose order is looked for, and the layouts that are tried.
-MOST_AXES, LAYOUTS = 5, 24
 # What arrays differ by that were computed in float32 in two orders.
 ROUNDED = 64 * float(np.finfo(np.float32).eps)
 
@@ -75,11 +79,9 @@ def parted(alignment: Alignment, wrong: Sequence[str]) -> list[Hypothesis]:
 class _Explained:
     """The expressions of a pair of nodes over the values that both sides have."""
 
-    def __init__(self, repair: Repair, strictly: bool = False):
+    def __init__(self, repair: Repair):
         self.repair = repair
         shared = _in_order(repair.before)
-        if strictly:
-            shared = _in_one_layout(repair, shared)
         self.flax_builder = Builder(shared, repair.before.flax.varying)
         self.torch_builder = Builder(shared, repair.before.torch.varying)
         self.names = Names(repair.before, self.torch_builder.written, repair.torch.module)
@@ -194,9 +196,6 @@ class _Explained:
         rounded = _rounded_by(alignment.value(ours), self.repair.value)
         if rounded and found is None:
             return replace(self._whole(), parameter="rounding", note=f"{rounded:.1e}")
-        exact = self._exact()
-        if exact is not None:
-            return exact
         note = ""
         if found is not None:
             ours, theirs, right = found
@@ -224,17 +223,6 @@ class _Explained:
             lines = places([node, *reversed(moves), *users])
             sides.append(Side(shown(moves), expression, lines))
         return Hypothesis(theirs.module, theirs.operation, "layout", *sides, note=note)
-
-    def _exact(self) -> Hypothesis | None:
-        """Return the one part that differs if values are the same in one layout alone.
-
-        Numbers may agree in another order by chance, as those of a sine and of its negative do.
-        """
-        strict = _Explained(self.repair, strictly=True)
-        found = list(islice(gaps(strict.flax, strict.torch), 2))
-        if len(found) != 1 or found[0].parameter not in EXACT:
-            return None
-        return strict._hypothesis(found[0], self.repair.flax, self.repair.torch)
 
     def _moved_on(self, node: Node, right: np.ndarray) -> tuple[Node, np.ndarray]:
         """Return the last operation that moves the numbers of a node, and its right value."""
@@ -269,29 +257,9 @@ def _in_order(alignment: Alignment) -> dict[Node, int]:
     for node, others in alignment.torch_of.items():
         if node.operation in REARRANGING and node in alignment.flax.varying:
             values = [theirs.value for theirs in others if theirs.value.size == node.value.size]
-            if not any(_is_laid_out(alignment.value(node), value) for value in values):
+            if not any(is_laid_out(alignment.value(node), value) for value in values):
                 del found[node]
     return found
-
-
-def _in_one_layout(repair: Repair, shared: Mapping[Node, int]) -> dict[Node, int]:
-    """Return the quantities without nodes that the other side has in another order alone."""
-    alignment = repair.before
-    kept = dict(shared)
-    for top, others in ((repair.flax, alignment.torch_of), (repair.torch, alignment.flax_of)):
-        for node in ancestors(top):
-            if node not in kept or not others.get(node):
-                continue
-            value = alignment.value(node)
-            same = [other for other in others[node] if other.value.size == value.size]
-            if same and not any(_is_laid_out(value, alignment.value(other)) for other in same):
-                del kept[node]
-    return kept
-
-
-def _is_laid_out(ours: np.ndarray, theirs: np.ndarray) -> bool:
-    layouts = islice(laid_out(theirs, ours.shape), LAYOUTS)
-    return any(same_array(ours, value) for value in layouts)
 
 
 def _lacks(part: Expression | None, parameter: str) -> bool:

@@ -163,37 +163,16 @@ def product(factors: Sequence[tuple[Expression, float]], origin: Node | None = N
 
 
 def _softmax(whole: Expression) -> Expression:
-    """Return `exp(x - max(x)) / sum(exp(x - max(x)))` as a softmax, and anything else as it is."""
+    """Return `y exp(x) / sum(exp(x))` with a softmax, and anything else as it is."""
     powers = dict(zip(whole.operands, whole.settings[1:], strict=True))
-    for base in whole.operands:
-        if base.operation != "exp" or powers[base] != 1:
+    for summed, power in powers.items():
+        (base,) = summed.operands if summed.operation == "sum_over" else (None,)
+        if base is None or base.operation != "exp" or (powers.get(base), power) != (1, -1):
             continue
-        for other in whole.operands:
-            summed = other.operation == "sum_over" and other.operands == (base,)
-            if not summed or powers[other] != -1:
-                continue
-            inner = Expression("softmax", (_unshifted(base.operands[0]),), other.settings)
-            inner = Expression(inner.operation, inner.operands, inner.settings, other.origin)
-            rest = [(b, p) for b, p in powers.items() if b not in (base, other)]
-            return scaled(whole.settings[0], product([(inner, 1.0), *rest], whole.origin))
+        made = Expression("softmax", base.operands, summed.settings, summed.origin)
+        rest = [(one, p) for one, p in powers.items() if one not in (base, summed)]
+        return scaled(whole.settings[0], product([(made, 1.0), *rest], whole.origin))
     return whole
-
-
-def _unshifted(x: Expression) -> Expression:
-    """Return an argument of `exp` without the maximum that is subtracted of it."""
-    if x.operation != "sum":
-        return x
-    terms = list(zip(x.settings, x.operands, strict=True))
-    for factor, term in terms:
-        if term.operation != "amax" or factor > 0:
-            continue
-        rest = total([pair for pair in terms if pair[1] != term])
-        if scaled(-factor, term.operands[0]) == rest or term.operands[0] == rest:
-            return rest
-        own, inner = split(rest)
-        if inner == term.operands[0] and own == -factor:
-            return rest
-    return x
 
 
 def parts(expression: Expression) -> Iterator[Expression]:
@@ -284,10 +263,11 @@ class Builder:
     def _of(self, node: Node) -> Expression:
         if node.operation in ("source", "constant"):
             return Expression(node.operation, (), (node.name or _contents(node.value),), node)
-        summed = logsumexp_of(node)
-        if summed is not None:
-            sizes = _sizes(summed, summed.parameters["axes"])
-            return Expression("logsumexp", (self(_exponent(summed)),), (sizes,), summed)
+        for name, sum_of in (("logsumexp", logsumexp_of), ("softmax", softmax_of)):
+            summed = sum_of(node)
+            if summed is not None:
+                sizes = _sizes(summed, summed.parameters["axes"])
+                return Expression(name, (self(_exponent(summed)),), (sizes,), summed)
         operands = [self(operand) for operand in node.operands]
         if node.operation in ("add", "add_any", "sub", "mul", "div") and _moved(node, operands):
             operands[1] = Expression("moved", (operands[1],), (), node.operands[1])
@@ -334,9 +314,23 @@ def _shifts_by(difference: Node, shift: Node) -> bool:
     return moved_from(difference.operands[1]) is moved_from(shift)
 
 
+def softmax_of(node: Node) -> Node | None:
+    """Return the sum of a softmax, which divides exponentials by it; None if a node is none."""
+    if node.operation != "div":
+        return None
+    exponential, summed = map(moved_from, node.operands)
+    divides = exponential.operation == "exp" and summed.operation == "sum"
+    return summed if divides and moved_from(summed.operands[0]) is exponential else None
+
+
 def _exponent(summed: Node) -> Node:
-    """Return the argument of a `logsumexp`, of the sum in it."""
-    return moved_from(moved_from(summed.operands[0]).operands[0]).operands[0]
+    """Return the argument of a softmax or `logsumexp`, without the maximum that is taken off."""
+    x = moved_from(summed.operands[0]).operands[0]
+    difference = moved_from(x)
+    if difference.operation != "sub":
+        return x
+    largest = moved_from(difference.operands[1])
+    return difference.operands[0] if largest.operation == "amax" else x
 
 
 def _contents(value: np.ndarray) -> str:
@@ -399,7 +393,8 @@ def _settings(node: Node) -> tuple[Any, ...]:
 
 
 def _sizes(node: Node, axes: Any) -> tuple[int, ...]:
-    shape = node.operands[0].value.shape
+    # What is joined has the size of all together, whichever of them comes first.
+    shape = (node if node.operation == "concat" else node.operands[0]).value.shape
     axes = axes if isinstance(axes, tuple) else (axes,)
     return tuple(sorted(shape[axis] for axis in axes)) if shape else ()
 

@@ -74,7 +74,7 @@ def gaps(flax: Expression, torch: Expression) -> Iterator[Gap]:
         yield from _weighted(flax, torch)
     else:
         yield from _settings(flax, torch)
-        yield from _operands(flax.operation, flax.operands, torch.operands)
+        yield from _operands(flax, torch)
 
 
 def _same_cases(flax: Expression, torch: Expression) -> Expression:
@@ -225,9 +225,8 @@ def _named(settings: Sequence) -> dict[str, object]:
     return {"over": tuple(settings)}
 
 
-def _operands(
-    operation: str, flax: Sequence[Expression], torch: Sequence[Expression]
-) -> Iterator[Gap]:
+def _operands(one: Expression, other: Expression) -> Iterator[Gap]:
+    operation, flax, torch = one.operation, one.operands, other.operands
     if operation not in UNORDERED and len(flax) == len(torch):
         pairs: list = list(zip(flax, torch, strict=True))
         # The same operands in another order are one gap, not one for each place.
@@ -243,11 +242,16 @@ def _operands(
                 here.remove(x)
                 there.remove(x)
         pairs = _paired(here, there)
-    for one, other in pairs:
-        if one is None or other is None:
-            yield Gap(operation, "operand", one, other)
+        lacking = [pair for pair in pairs if None in pair]
+        if len(lacking) > 1 and len(here) == len(there):
+            # Nothing says which operand is which.
+            yield Gap(operation, "operation", one, other)
+            return
+    for ours, theirs in pairs:
+        if ours is None or theirs is None:
+            yield Gap(operation, "operand", ours, theirs)
         else:
-            yield from gaps(one, other)
+            yield from gaps(ours, theirs)
 
 
 def _paired(

@@ -7,7 +7,7 @@ from itertools import islice, permutations
 
 import numpy as np
 
-from flax_attn.parity.trace.align import Alignment, same_array
+from flax_attn.parity.trace.align import LAYOUTS, Alignment, same_array
 from flax_attn.parity.trace.expression import LAYOUT
 from flax_attn.parity.trace.layouts import laid_out
 from flax_attn.parity.trace.notation import plain
@@ -19,8 +19,8 @@ MOVING = frozenset(
 )
 # Those of them that change no order.
 STILL = frozenset({"broadcast", "squeeze", "expand_dims", "view", "copy", "stop_gradient"})
-# The values that are tried in another layout, and their layouts.
-ANCESTORS, LAYOUTS = 80, 24
+# The values that are tried in another layout.
+ANCESTORS = 80
 # The most axes and the longest axis whose order is described.
 AXES, LONGEST = 5, 12
 

@@ -8,7 +8,7 @@ the difference lies between them and the last values that agree.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, islice
 from operator import itemgetter
 
@@ -39,6 +39,8 @@ ALONE = 400
 ELEMENTWISE = 8
 # Values that agree after a replacement by chance are fewer.
 SURE = 3
+# What differs as a whole, or in its order alone.
+VAGUE = ("expression", "layout", "operation", "operand")
 
 
 # A replacement, the values that change by it, and the nodes that are replaced with it.
@@ -80,13 +82,34 @@ class Tried:
 def search(flax: Program, torch: Program, expected: Arrays | None = None) -> Search:
     """Return the replacements after which the outputs of two runs agree, as far as there are any.
 
+    Numbers in another order are the same quantity at first, as heads are that are split otherwise.
+    Where that names no more than what is at another place, they are another quantity: the sine of
+    an angle and its negative hold the same numbers.
+
     Args:
         flax: run of JAX.
         torch: run of PyTorch, with outputs of the same names.
         expected: the right outputs of JAX; None are those of PyTorch.
     """
     right = {name: node.value for name, node in torch.outputs.items()}
-    first = alignment = Alignment(flax, torch, right if expected is None else expected)
+    alignment = Alignment(flax, torch, right if expected is None else expected)
+    found = _searched(alignment)
+    if found.hypotheses and all(one.parameter not in VAGUE for one in found.hypotheses):
+        return found
+    if not found.hypotheses and not found.wrong:
+        return found
+    ordered = _searched(replace(alignment, ordered=True))
+    return ordered if ordered.hypotheses and _rank(ordered) < _rank(found) else found
+
+
+def _rank(found: Search) -> tuple[int, int, int]:
+    """Return how little is said: outputs that still differ, what is vague, and what is written."""
+    vague = [one for one in found.hypotheses if one.parameter in VAGUE and not one.note]
+    return len(found.wrong), len(vague), _length(found.hypotheses)
+
+
+def _searched(alignment: Alignment) -> Search:
+    first = alignment
     found: list[tuple[int, list[Hypothesis]]] = []
     while len(found) < MADE:
         wrong = alignment.wrong()
