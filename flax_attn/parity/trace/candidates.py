@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from flax_attn.parity.trace.align import Alignment
-from flax_attn.parity.trace.expression import LAYOUT, logsumexp_of, moved_from, summed_in
+from flax_attn.parity.trace.patterns import LAYOUT, logsumexp_of, moved_from, summed_in
 from flax_attn.parity.trace.program import Node, Program
 
 # The most operations between values that agree and a value that is replaced.

@@ -14,10 +14,12 @@ from flax_attn.parity.adapters.jax_adapter import JaxAdapter
 from flax_attn.parity.check import finite
 from flax_attn.parity.pair import Pair
 from flax_attn.parity.trace import compiler, runs, sentences
-from flax_attn.parity.trace.align import SAME, Alignment
+from flax_attn.parity.trace.align import Alignment
+from flax_attn.parity.trace.builder import Builder
 from flax_attn.parity.trace.explain import parted
-from flax_attn.parity.trace.expression import LAYOUT, Builder
 from flax_attn.parity.trace.hypothesis import Hypothesis
+from flax_attn.parity.trace.numbers import SAME
+from flax_attn.parity.trace.patterns import LAYOUT
 from flax_attn.parity.trace.program import Node, Place
 from flax_attn.parity.trace.search import Search, search
 from flax_attn.parity.trace.stops import stopped_gradients

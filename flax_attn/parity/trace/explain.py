@@ -8,27 +8,18 @@ from itertools import islice
 
 import numpy as np
 
-from flax_attn.parity.trace.align import (
-    LAYOUTS,
-    Alignment,
-    Numbers,
-    Repair,
-    cone,
-    is_laid_out,
-    same_array,
-)
-from flax_attn.parity.trace.expression import Builder, Expression, parts
+from flax_attn.parity.trace.align import Alignment, Repair, cone
+from flax_attn.parity.trace.apart import few_apart, rounded_apart, rounded_by
+from flax_attn.parity.trace.axes import axes_of, in_layout_of, innermost
+from flax_attn.parity.trace.builder import Builder
+from flax_attn.parity.trace.expression import Expression, parts
 from flax_attn.parity.trace.gaps import Gap, gaps
 from flax_attn.parity.trace.hypothesis import Hypothesis, Side
-from flax_attn.parity.trace.layouts import laid_out
 from flax_attn.parity.trace.moves import last_move, narrowed, relation, shown, steps
 from flax_attn.parity.trace.notation import Names, plain, text
+from flax_attn.parity.trace.numbers import is_laid_out
 from flax_attn.parity.trace.program import Node, Place
 
-# The numbers of an array whose elements are compared one by one.
-DISTINCT = 4
-# Operations that depend on the axis along which they run.
-ALONG_AXES = ("sum", "mean", "amax", "amin", "prod", "cumsum", "cumprod", "sort", "argmax")
 # Operations that put numbers to other places, beside those that reorder axes.
 REARRANGING = ("concat", "flip", "gather", "stack", "roll")
 # What differs as a whole.
@@ -36,8 +27,6 @@ WHOLE = ("operation", "operand", "order", "term", "base")
 # More gaps than these are not told apart: the whole expressions say what differs. Those of repeated
 # steps are one.
 FEW, MANY = 4, 48
-# What arrays differ by that were computed in float32 in two orders.
-ROUNDED = 64 * float(np.finfo(np.float32).eps)
 
 
 def explain(repair: Repair) -> list[Hypothesis]:
@@ -155,8 +144,8 @@ class _Explained:
             elif part is not None and gap.parameter == "operation":
                 lines[1:1] = _origins(part)
             sides.append(Side(value, text(whole, self.names), places(lines)))
-        note = _apart(gap)
-        rounded = _rounded_apart(gap)
+        note = few_apart(gap)
+        rounded = rounded_apart(gap)
         if rounded:
             gap, note = replace(gap, parameter="rounding"), f"{rounded:.1e}"
         # A value that both have stands where it is used.
@@ -188,12 +177,12 @@ class _Explained:
     def _layout(self) -> Hypothesis:
         """Return what moves numbers to other places, where both compute the same of them."""
         alignment = self.repair.before
-        inner = _innermost(self.flax, self.torch)
+        inner = innermost(self.flax, self.torch)
         if inner is not None:
             return self._parameters(*inner)
         found = narrowed(alignment, self.repair.flax, self.repair.value)
         ours, theirs = self.repair.flax, self.repair.torch
-        rounded = _rounded_by(alignment.value(ours), self.repair.value)
+        rounded = rounded_by(alignment.value(ours), self.repair.value)
         if rounded and found is None:
             return replace(self._whole(), parameter="rounding", note=f"{rounded:.1e}")
         note = ""
@@ -237,15 +226,15 @@ class _Explained:
         assert ours is not None
         assert theirs is not None
         sides = []
-        moved = _in_layout_of(flax, torch)
+        moved = in_layout_of(flax, torch)
         for node, builder, along in (
-            (ours, self.flax_builder, _along(ours)),
+            (ours, self.flax_builder, axes_of(ours)),
             (theirs, self.torch_builder, moved),
         ):
             axes, shape = along
             value = f"axis {plain(axes)} of {plain(shape)}"
-            if along != _along(node):
-                value += f", which is axis {plain(_along(node)[0])} in PyTorch"
+            if along != axes_of(node):
+                value += f", which is axis {plain(axes_of(node)[0])} in PyTorch"
             expression = text(builder.written(node), self.names)
             sides.append(Side(value, expression, places([node])))
         return Hypothesis(theirs.module, theirs.operation, "axes", *sides)
@@ -267,121 +256,6 @@ def _lacks(part: Expression | None, parameter: str) -> bool:
     if part is None or part.operation == "leaf" or parameter == "sign":
         return True
     return parameter in ("factor", "exponent") and part.number in (1, -1)
-
-
-def _apart(gap: Gap) -> str:
-    """Return at how many places two arrays of a few numbers differ, such as masks."""
-    if gap.flax is None or gap.torch is None or gap.flax.origin is None or gap.torch.origin is None:
-        return ""
-    ours, theirs = gap.flax.origin.value, gap.torch.origin.value
-    for there in laid_out(theirs, ours.shape):
-        floating = any(x.dtype.kind in "fc" for x in (ours, theirs))
-        if floating and max(len(np.unique(ours)), len(np.unique(theirs))) > DISTINCT:
-            return ""
-        apart = np.argwhere(ours != there)
-        if not len(apart) or ours.size < DISTINCT**2:
-            return ""
-        first = tuple(apart[0].tolist())
-        values = f"flax {plain(ours[first].item())}, torch {plain(there[first].item())}"
-        return f"{len(apart)} of {ours.size} elements differ, the first at {plain(first)}: {values}"
-    return ""
-
-
-def _rounded_apart(gap: Gap) -> float:
-    """Return by how much two arrays differ that agree to float32, which one of them is in; else 0.
-
-    Tables are built in float32 on both sides as a rule, each with roundings of its own.
-    """
-    if gap.parameter != "operation" or gap.flax is None or gap.torch is None:
-        return 0.0
-    cast = "cast" in (gap.flax.operation, gap.torch.operation)
-    if cast or gap.flax.origin is None or gap.torch.origin is None:
-        return 0.0
-    ours, theirs = gap.flax.origin.value, gap.torch.origin.value
-    if not any(x.dtype.kind == "f" and (x == x.astype(np.float32)).all() for x in (ours, theirs)):
-        return 0.0
-    layouts = islice(laid_out(theirs, ours.shape), LAYOUTS)
-    return next(filter(None, (_rounded_by(ours, there) for there in layouts)), 0.0)
-
-
-def _rounded_by(ours: np.ndarray, theirs: np.ndarray) -> float:
-    """Return by how much two arrays differ, if they agree to float32; else 0."""
-    finite = np.isfinite(ours) & np.isfinite(theirs)
-    # What is hidden is -inf, which no rounding makes or takes away.
-    if not np.array_equal(ours[~finite], theirs[~finite], equal_nan=True):
-        return 0.0
-    ours, theirs = ours[finite], theirs[finite]
-    scale = np.abs(theirs).max(initial=0.0)
-    error = np.abs(ours - theirs).max(initial=0.0)
-    return float(error / scale) if 0 < error <= ROUNDED * scale else 0.0
-
-
-def _innermost(flax: Expression, torch: Expression) -> tuple[Expression, Expression] | None:
-    """Return the first operations of equal operands that run along other axes."""
-    for one, other in zip(flax.operands, torch.operands, strict=False):
-        found = _innermost(one, other)
-        if found is not None:
-            return found
-    ours, theirs = flax.origin, torch.origin
-    if ours is None or theirs is None or ours.operation not in ALONG_AXES:
-        return None
-    alike = ours.operation == theirs.operation
-    if alike and Numbers(ours.value).equals(Numbers(theirs.value)):
-        return None
-    axes, shape = _along(ours)
-    others, there = _in_layout_of(flax, torch)
-    # Without a common layout, axes of one side say nothing about those of the other.
-    known = shape == there and None not in (axes, others)
-    return (flax, torch) if known and axes != others else None
-
-
-def _in_layout_of(flax: Expression, torch: Expression) -> tuple:
-    """Return the axes of PyTorch as axes of the operand of JAX, read from a value that both have.
-
-    The operands themselves may differ already, as the largest scores of a softmax do.
-    """
-    assert flax.origin is not None
-    assert torch.origin is not None
-    axes, shape = _along(torch.origin)
-    wanted = flax.origin.operands[0].value.shape
-    for ours in _operands_of(flax, wanted):
-        for theirs in _operands_of(torch, shape):
-            if ours.key == theirs.key and ours.origin and theirs.origin and axes is not None:
-                moved = _moved_axes(ours.origin.value, theirs.origin.value, axes)
-                if moved is not None:
-                    return moved, wanted
-    return axes, shape
-
-
-def _operands_of(expression: Expression, shape: Sequence[int]) -> list[Expression]:
-    """Return the values of a shape that both sides have, inside of an expression."""
-    leaves = [one for one in parts(expression) if one.operation == "leaf" and one.origin]
-    return [one for one in leaves if one.origin and one.origin.value.shape == tuple(shape)]
-
-
-def _moved_axes(
-    ours: np.ndarray, theirs: np.ndarray, axes: Sequence[int]
-) -> tuple[int, ...] | None:
-    """Return axes of an array as axes of the same numbers in another layout; None if not found."""
-    moved: list[int] = []
-    for axis in axes:
-        places = np.broadcast_to(np.indices(theirs.shape, sparse=True)[axis], theirs.shape)
-        layouts = zip(laid_out(theirs, ours.shape), laid_out(places, ours.shape), strict=True)
-        for values, index in islice(layouts, LAYOUTS):
-            if same_array(values, ours):
-                varies = [a for a in range(ours.ndim) if np.ptp(index, axis=a).any()]
-                moved += varies
-                break
-        else:
-            return None
-    return tuple(sorted(moved))
-
-
-def _along(node: Node) -> tuple:
-    """Return the axes along which an operation runs, and the shape that they are axes of."""
-    axes = node.parameters.get("axes", node.parameters.get("axis"))
-    axes = (axes,) if isinstance(axes, int) else axes
-    return axes, node.operands[0].value.shape
 
 
 def _origins(expression: Expression) -> list[Node]:

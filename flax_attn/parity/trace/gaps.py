@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from flax_attn.parity.trace.align import HIDING
 from flax_attn.parity.trace.expression import (
     Expression,
     negated,
@@ -16,6 +15,7 @@ from flax_attn.parity.trace.expression import (
     scaled,
     total,
 )
+from flax_attn.parity.trace.numbers import HIDING
 from flax_attn.parity.trace.program import Node
 
 # The operations whose operands have no order.

@@ -7,10 +7,11 @@ from itertools import islice, permutations
 
 import numpy as np
 
-from flax_attn.parity.trace.align import LAYOUTS, Alignment, same_array
-from flax_attn.parity.trace.expression import LAYOUT
+from flax_attn.parity.trace.align import Alignment
 from flax_attn.parity.trace.layouts import laid_out
 from flax_attn.parity.trace.notation import plain
+from flax_attn.parity.trace.numbers import LAYOUTS, same_array
+from flax_attn.parity.trace.patterns import LAYOUT
 from flax_attn.parity.trace.program import Node, Program
 
 # Operations that move numbers and compute none.

@@ -7,8 +7,9 @@ from itertools import islice
 
 import numpy as np
 
-from flax_attn.parity.trace.align import Alignment, Repair, same_array
+from flax_attn.parity.trace.align import Alignment, Repair
 from flax_attn.parity.trace.layouts import laid_out
+from flax_attn.parity.trace.numbers import same_array
 from flax_attn.parity.trace.program import Node
 
 

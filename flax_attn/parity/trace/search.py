@@ -15,11 +15,12 @@ from operator import itemgetter
 import numpy as np
 
 from flax_attn.parity.adapters.adapter import Arrays
-from flax_attn.parity.trace.align import Alignment, Repair, cone, same_array
+from flax_attn.parity.trace.align import Alignment, Repair, cone
 from flax_attn.parity.trace.candidates import SKIPPED, beyond_layout, candidates
 from flax_attn.parity.trace.explain import explain, grouped_by_kind
 from flax_attn.parity.trace.hypothesis import Hypothesis
 from flax_attn.parity.trace.layouts import laid_out
+from flax_attn.parity.trace.numbers import same_array
 from flax_attn.parity.trace.program import Node, Program
 from flax_attn.parity.trace.repeats import with_repeats
 
