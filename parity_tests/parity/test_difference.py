@@ -760,6 +760,37 @@ def test_what_explains_a_part_alone_is_said_with_a_doubt(paired):
     assert all("perhaps the same numbers" in cause for cause in found.causes), str(found)
 
 
+def test_pixels_in_another_order_throughout_are_said_with_a_doubt(paired):
+    def flax(x):
+        image = jnp.transpose(x, (0, 3, 2, 1))
+        return jnp.transpose(jnp.tanh(image), (0, 3, 1, 2))
+
+    with on_cpu():
+        found = difference(paired(flax, torch.tanh, (2, 4, 9, 8)))
+    (one,) = found.hypotheses
+    assert found.unproven
+    assert one.doubtful
+    assert one.flax.value == "transpose (0, 3, 2, 1), then transpose (0, 3, 1, 2)"
+    assert "no proof" in str(found)
+
+
+def test_many_places_are_said_with_a_doubt(paired):
+    names = ["sin", "tanh", "arctan", "cos", "exp2", "square", "log1p", "arcsinh", "cosh"]
+
+    def flax(*inputs):
+        return [getattr(jnp, name)(jnp.abs(x)) for name, x in zip(names, inputs, strict=True)]
+
+    def theirs(*inputs):
+        return [torch.sigmoid(x.abs() * 0.3 + 1) for x in inputs]
+
+    with on_cpu():
+        found = difference(paired(flax, theirs, *[(3, 4)] * len(names)))
+    assert len(found.hypotheses) == len(names)
+    assert found.unnamed
+    assert all(one.doubtful for one in found.hypotheses)
+    assert "no single cause is known" in str(found)
+
+
 def ids_in_a_row(x, table):
     ids = jnp.argmin(jnp.abs(x), -1)
     return jnp.take(table, ids, 0) * 0.5

@@ -26,6 +26,8 @@ from flax_attn.parity.trace.stops import stopped_gradients
 
 # The hypotheses that are written out in a text.
 WRITTEN = 5
+# So many hypotheses have a cause that none of them names.
+MANY = 8
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,11 @@ class Difference:
     def repaired(self) -> bool:
         """Whether the hypotheses explain the whole difference."""
         return bool(self.hypotheses) and not self.remaining
+
+    @property
+    def unnamed(self) -> bool:
+        """Whether the cause is before so many hypotheses, and not among them."""
+        return self.repaired and len(self.hypotheses) >= MANY
 
     @property
     def first(self) -> Step | None:
@@ -185,11 +192,12 @@ def _difference(found: Search, backward: bool = False) -> Difference:
     steps = tuple(_steps(found.alignment))
     if not found.hypotheses and found.wrong:
         parting = tuple(parted(found.alignment, found.wrong))
+        parting = tuple(replace(one, doubtful=one.parameter == "layout") for one in parting)
         return Difference(parting, tuple(found.wrong), steps, backward=backward, unproven=True)
-    doubtful = bool(found.wrong)
+    doubtful = bool(found.wrong) or len(found.hypotheses) >= MANY
     hypotheses = tuple(
         replace(one, backward=backward, doubtful=doubtful)
-        for one in _told(found.hypotheses, doubtful)
+        for one in _told(found.hypotheses, bool(found.wrong))
     )
     attention = {} if backward else _attention(found.alignment)
     return Difference(hypotheses, tuple(found.wrong), steps, backward=backward, attention=attention)

@@ -15,7 +15,7 @@ from flax_attn.parity.trace.builder import Builder
 from flax_attn.parity.trace.expression import Expression, parts
 from flax_attn.parity.trace.gaps import Gap, gaps
 from flax_attn.parity.trace.hypothesis import Hypothesis, Side
-from flax_attn.parity.trace.moves import last_move, narrowed, relation, shown, steps
+from flax_attn.parity.trace.moves import last_move, narrowed, relation, shown, steps, turns
 from flax_attn.parity.trace.notation import Names, plain, text
 from flax_attn.parity.trace.numbers import is_laid_out
 from flax_attn.parity.trace.program import Node, Place
@@ -62,6 +62,12 @@ def parted(alignment: Alignment, wrong: Sequence[str]) -> list[Hypothesis]:
         for torch in others:
             if flax.operation == torch.operation:
                 found += _Explained(Repair(flax, torch, alignment, flax.value)).same_operands()
+    for name in wrong:
+        flax, torch = alignment.flax.outputs[name], alignment.torch.outputs[name]
+        # Numbers that both have throughout are moved on the way.
+        if torch in alignment.torch_of.get(flax, ()):
+            explained = _Explained(Repair(flax, torch, alignment, flax.value))
+            found.append(explained.moved(flax, torch, [turns(flax), turns(torch)]))
     return found[:FEW]
 
 
@@ -199,19 +205,23 @@ class _Explained:
             if len(inside) == 1 and alike:
                 gap = self._hypothesis(inside[0], ours, theirs)
                 return replace(gap, note=note or gap.note)
+        moves = steps(alignment, ours, True), steps(alignment, theirs, False)
+        return replace(self.moved(ours, theirs, moves), note=note)
+
+    def moved(self, ours: Node, theirs: Node, moves: Sequence[list[Node]]) -> Hypothesis:
+        """Return the operations that move the numbers of two nodes."""
+        alignment = self.repair.before
         sides = []
-        for node, builder, is_flax in (
-            (ours, self.flax_builder, True),
-            (theirs, self.torch_builder, False),
+        for node, builder, program, own in (
+            (ours, self.flax_builder, alignment.flax, moves[0]),
+            (theirs, self.torch_builder, alignment.torch, moves[1]),
         ):
-            moves = steps(alignment, node, is_flax)
             expression = text(builder.written(node), self.names)
-            program = alignment.flax if is_flax else alignment.torch
             # What is given to a run has no line but those of what computes with it.
             users = () if node.operands else program.users[node]
-            lines = places([node, *reversed(moves), *users])
-            sides.append(Side(shown(moves), expression, lines))
-        return Hypothesis(theirs.module, theirs.operation, "layout", *sides, note=note)
+            lines = places([node, *reversed(own), *users])
+            sides.append(Side(shown(own), expression, lines))
+        return Hypothesis(theirs.module, theirs.operation, "layout", *sides)
 
     def _moved_on(self, node: Node, right: np.ndarray) -> tuple[Node, np.ndarray]:
         """Return the last operation that moves the numbers of a node, and its right value."""

@@ -20,6 +20,8 @@ MOVING = frozenset(
 )
 # Those of them that change no order.
 STILL = frozenset({"broadcast", "squeeze", "expand_dims", "view", "copy", "stop_gradient"})
+# Those of them that change an order, whatever comes after them.
+TURNING = ("transpose", "flip", "roll")
 # The values that are tried in another layout.
 ANCESTORS = 80
 # The most axes and the longest axis whose order is described.
@@ -87,6 +89,19 @@ def ancestors(top: Node) -> set[Node]:
                 found.add(operand)
                 waiting.append(operand)
     return found
+
+
+def turns(top: Node) -> list[Node]:
+    """Return the operations that change an order on the way from the inputs to a node."""
+    seen = {top}
+    waiting = [top]
+    while waiting:
+        for operand in waiting.pop().operands:
+            if operand not in seen:
+                seen.add(operand)
+                waiting.append(operand)
+    turning = [node for node in seen if node.operation in TURNING]
+    return sorted(turning, key=lambda node: node.order)
 
 
 def steps(alignment: Alignment, top: Node, ours: bool) -> list[Node]:
