@@ -18,9 +18,9 @@ from flax_attn.parity.trace.expression import (
 from flax_attn.parity.trace.numbers import HIDING
 from flax_attn.parity.trace.program import Node
 
-# The operations whose operands have no order.
 # What one exponent says beside the share of values that two expressions have in common.
 WEIGHT = 0.5
+# The operations whose operands have no order.
 UNORDERED = ("sum", "product", "dot", "max", "min", "eq", "and", "or")
 
 
@@ -171,11 +171,8 @@ def _weighted(flax: Expression, torch: Expression) -> Iterator[Gap]:
                     base, other = number(own, flax.origin), number(its, torch.origin)
                 else:
                     base, other = scaled(own, base), scaled(its, other)
-                yield from (
-                    [Gap("sum", "term", base, other)]
-                    if base.number is not None
-                    else gaps(base, other)
-                )
+                whole = [Gap("sum", "term", base, other)] if base.number is not None else []
+                yield from whole or gaps(base, other)
                 continue
             if own != its:
                 yield Gap(operation, word, number(own, flax.origin), number(its, torch.origin))
@@ -231,8 +228,8 @@ def _operands(one: Expression, other: Expression) -> Iterator[Gap]:
         pairs: list = list(zip(flax, torch, strict=True))
         # The same operands in another order are one gap, not one for each place.
         if sorted(map(hash, flax)) == sorted(map(hash, torch)) and tuple(flax) != tuple(torch):
-            here = Expression("order", tuple(flax), (operation,), flax[0].origin)
-            there = Expression("order", tuple(torch), (operation,), torch[0].origin)
+            both = (tuple(flax), tuple(torch))
+            here, there = (Expression("order", x, (operation,), x[0].origin) for x in both)
             yield Gap(operation, "order", here, there)
             return
     else:
@@ -287,9 +284,7 @@ def _paired(
     # One of each that are left stand at the same place.
     if len(left) == 1 and len(right) == 1:
         return [*found, (left[0], right[0])]
-    found += [(one, None) for one in left]
-    found += [(None, other) for other in right]
-    return found
+    return [*found, *((one, None) for one in left), *((None, other) for other in right)]
 
 
 def _alike(one: Expression, other: Expression) -> float:
