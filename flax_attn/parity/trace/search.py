@@ -40,6 +40,8 @@ ALONE = 400
 ELEMENTWISE = 8
 # Values that agree after a replacement by chance are fewer.
 SURE = 3
+# The most differences that are looked for once more, with orders told apart.
+FEW = 4
 # What differs as a whole, or in its order alone.
 VAGUE = ("expression", "layout", "operation", "operand")
 
@@ -97,10 +99,12 @@ def search(flax: Program, torch: Program, expected: Arrays | None = None) -> Sea
     found = _searched(alignment)
     if found.hypotheses and all(one.parameter not in VAGUE for one in found.hypotheses):
         return found
-    if not found.hypotheses and not found.wrong:
+    # What differs at many places is no matter of one order.
+    if len(found.hypotheses) > FEW or not (found.hypotheses or found.wrong):
         return found
     ordered = _searched(replace(alignment, ordered=True))
-    return ordered if ordered.hypotheses and _rank(ordered) < _rank(found) else found
+    few = 0 < len(ordered.hypotheses) <= FEW
+    return ordered if few and _rank(ordered) < _rank(found) else found
 
 
 def _rank(found: Search) -> tuple[int, int, int]:
