@@ -88,9 +88,10 @@ def _note_on_sums(
     what = "the gradient of a broadcast, such as a bias, or of a lookup, and the windows of a pool"
     if dtype == "float32":
         what = "all sums, gradients of convolutions, and products of matrices on a CPU,"
+        what = f"{what} and approximates functions such as tanh"
     return [
         f"JAX adds up {what} in {dtype} step by step, which costs {', '.join(found)} and is no"
-        " difference of the port: judged with each of these sums rounded once"
+        " difference of the port: judged with each of these rounded once"
     ]
 
 

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from flax_attn.parity.trace import align
-from flax_attn.parity.trace.align import SAME, Alignment, Numbers, cone, same_array
+from flax_attn.parity.trace.align import Alignment, cone
 from flax_attn.parity.trace.layouts import laid_out
+from flax_attn.parity.trace.numbers import SAME, Numbers, same_array
 from flax_attn.parity.trace.program import Node, Program
 from flax_attn.parity.trace.search import search
 

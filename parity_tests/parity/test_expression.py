@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from flax_attn.parity.trace.expression import Builder
+from flax_attn.parity.trace.builder import Builder
 from flax_attn.parity.trace.jax_program import jax_program
 from flax_attn.parity.trace.torch_program import torch_program
 

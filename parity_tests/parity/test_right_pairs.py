@@ -108,6 +108,22 @@ def test_sums_that_a_program_asks_for_are_left_as_they_are(again):
     assert sums_in(program, "bf16")
 
 
+@pytest.mark.parametrize(("dtype", "computed"), [("float32", "f64"), ("bfloat16", "bf16")])
+def test_a_function_that_xla_approximates_is_rounded_once_in_float32(dtype, computed):
+    def half(x):
+        return jnp.tanh(x) * 0.5
+
+    x = jnp.linspace(-3, 3, 1000).astype(dtype)
+    program = str(jax.make_jaxpr(with_rounded_sums(half))(x))
+    assert re.findall(r":(\w+)\[1000\] = tanh", program) == [computed]
+    assert with_rounded_sums(half)(x).dtype == dtype
+
+
+def test_a_gelu_whose_tanh_xla_approximates_gives_no_alarm():
+    report = bench.judged("gelu_tanh", "medium", 332)
+    assert report.check("float32").passed, report.explain()
+
+
 def test_the_gradient_of_a_convolution_is_rounded_once_in_float32():
     def convolved(kernel, x):
         return jax.lax.conv(x, kernel, (1, 1), "VALID")

@@ -353,3 +353,16 @@ def test_padding_that_reaches_gradients_of_both_is_said():
     assert report.passed, report.explain()
     said = "non-finite padding: PyTorch lets padding reach real tokens of gradient of weight"
     assert said in report.coverage.untested
+
+
+def with_a_wrong_tail(x):
+    return jnp.where(x > 14, x, jax.nn.softplus(x))
+
+
+@pytest.mark.parametrize(("flax", "passes"), [(jax.nn.softplus, True), (with_a_wrong_tail, False)])
+def test_a_softplus_of_all_digits_is_right(flax, passes):
+    # That of PyTorch is the identity beyond 20, which is exact in float32 alone.
+    pair = compare(flax, torch.nn.functional.softplus, [(B, T, D)], checks=["forward"]).pair
+    x = np.linspace(13, 30, B * T * D).reshape(B, T, D)
+    found = stress._judged("tail", pair, stress.StressInput({"input 0": x}, {}), {})
+    assert found.passed is passes, found.explain()

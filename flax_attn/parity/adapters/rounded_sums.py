@@ -1,11 +1,12 @@
-"""A JAX program in which the sums of JAX itself are rounded once, much as PyTorch's are.
+"""A JAX program in which what JAX itself loses, in sums mostly, is rounded once, as in PyTorch.
 
 `jnp.sum` adds up half precision in float32, and so does a product of matrices. Three sums do not,
 and round at every step: those that JAX makes of a broadcast and of a lookup when it differentiates
 them, such as that of a bias over all tokens, and that of the windows of a pool. In float32 every
 sum does, and that of the gradient of a convolution, where PyTorch adds up in pairs, and so does a
-product of XLA on a CPU: one of inner width 512 errs twice as much as that of MKL. No port can write
-these otherwise. A sum in half precision that a program itself asks for is left as it is.
+product of XLA on a CPU: one of inner width 512 errs twice as much as that of MKL. XLA errs more in
+functions, too: in tanh by several roundings. No port can write these otherwise. A sum in half
+precision that a program itself asks for is left as it is.
 """
 
 from __future__ import annotations
@@ -22,6 +23,20 @@ from flax_attn.parity.jaxprs import bind, called, interpreted
 
 # Operations that hold programs; kernels, which do too, are left as they are.
 _LOOPS = ("scan", "while", "cond")
+# Functions that XLA approximates in float32 on a CPU, by other polynomials than PyTorch.
+_APPROXIMATED = {
+    "tanh",
+    "exp",
+    "exp2",
+    "expm1",
+    "log",
+    "log1p",
+    "erf",
+    "erfc",
+    "erf_inv",
+    "logistic",
+}
+_APPROXIMATED |= {"sin", "cos", "tan", "pow"}
 _WIDER = {"bfloat16": "float32", "float16": "float32", "float32": "float64"}
 
 
@@ -104,6 +119,8 @@ def _is_own_sum(eqn: Any, backward: bool) -> bool:
         return backward and single
     if name == "dot_general":
         return _is_plain_product(eqn)
+    if name in _APPROXIMATED:
+        return single and runs_on_cpu()
     return name == "reduce_window_sum"
 
 

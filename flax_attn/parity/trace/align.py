@@ -3,136 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from types import MappingProxyType
 
 import numpy as np
 
 from flax_attn.parity.adapters.adapter import Arrays
+from flax_attn.parity.trace.numbers import (
+    CLOSE,
+    ROOM,
+    Numbers,
+    Sorted,
+    flattened,
+    is_laid_out,
+    same_array,
+)
 from flax_attn.parity.trace.program import Node, Program
-
-# Relative to the size of an array: far below any difference that matters, and above the rounding of
-# a deep network in float64.
-SAME = 1e-11
-# A number this large hides a score, as infinity does.
-HIDING = 1e8
-# A moment of n rounded numbers is that exact.
-CLOSE = 1e-9
-# The sorted numbers that are kept: 256 MiB.
-ROOM = 2**25
-
-
-class Sorted:
-    """Sorted numbers of arrays: those that were used last are kept, the others sorted again.
-
-    Args:
-        room: largest count of numbers that are kept; those of one array are kept whatever it is.
-    """
-
-    def __init__(self, room: int = ROOM):
-        self.room = room
-        self.size = 0
-        self._kept: dict[Numbers, np.ndarray] = {}
-
-    def of(self, numbers: Numbers) -> np.ndarray:
-        """Return the numbers of an array that hide nothing, in order."""
-        found = self._kept.pop(numbers, None)
-        if found is None:
-            found = np.sort(_shown(numbers.array))
-            self.size += found.size
-        # The last of the keys is the one that was used last.
-        self._kept[numbers] = found
-        while self.size > self.room and len(self._kept) > 1:
-            oldest = next(iter(self._kept))
-            self.size -= self._kept.pop(oldest).size
-        return found
-
-
-def _shown(array: np.ndarray) -> np.ndarray:
-    """Return the numbers of an array that hide nothing."""
-    flat = np.asarray(array, np.float64).reshape(-1)
-    with np.errstate(invalid="ignore"):
-        return flat[np.abs(flat) < HIDING]
-
-
-@dataclass(eq=False)
-class Numbers:
-    """The numbers of an array without their order.
-
-    Args:
-        array: any array.
-        kept: where its sorted numbers are kept.
-    """
-
-    array: np.ndarray
-    kept: Sorted = field(default_factory=Sorted)
-
-    @property
-    def sorted(self) -> np.ndarray:
-        """The numbers that hide nothing, in order."""
-        return self.kept.of(self)
-
-    @cached_property
-    def scale(self) -> float:
-        """The mean absolute value."""
-        shown = _shown(self.array)
-        return float(np.abs(shown).mean()) if shown.size else 0.0
-
-    @cached_property
-    def features(self) -> np.ndarray:
-        """Moments that do not change if all numbers are repeated equally often."""
-        x = self.sorted
-        if not x.size or not self.scale:
-            return np.zeros(5)
-        unit = x / self.scale
-        hidden = 1 - x.size / max(self.array.size, 1)
-        cubes = (unit**3).mean()
-        return np.array([self.scale, unit.mean(), (unit**2).mean(), cubes, hidden])
-
-    @cached_property
-    def telling(self) -> bool:
-        """Whether equal numbers are the same quantity: they are many, or at least not all alike."""
-        x = self.sorted
-        if self.array.dtype.kind != "f" or not x.size:
-            return False
-        # A number of many digits is not the same by chance.
-        if x.size == 1:
-            return bool(float(f"{x[0]:.6g}") != x[0])
-        distinct = 1 + np.count_nonzero(np.diff(x) > SAME * (self.scale or 1))
-        return bool(distinct > 4 or (distinct > 1 and distinct == x.size))
-
-    def equals(self, other: Numbers) -> bool:
-        """Whether both hold the same numbers, each perhaps repeated."""
-        if not np.allclose(self.features, other.features, rtol=CLOSE, atol=CLOSE):
-            return False
-        few, many = sorted((self.sorted, other.sorted), key=len)
-        if not len(few) or len(many) % len(few):
-            return not len(many)
-        every = many[:: len(many) // len(few)]
-        return bool((np.abs(every - few) <= SAME * max(self.scale, other.scale)).all())
-
-
-def same_array(one: np.ndarray, other: np.ndarray) -> bool:
-    """Whether two arrays hold the same numbers at the same places, except for axes of size 1."""
-    if one.size != other.size:
-        return False
-    first, second = np.squeeze(one), np.squeeze(other)
-    if first.shape != second.shape:
-        return False
-    if first.dtype.kind != "f":
-        return bool((first == second).all())
-    scale = max(Numbers(first).scale, Numbers(second).scale)
-    return _close(first, second, scale)
-
-
-def _close(first: np.ndarray, second: np.ndarray, scale: float) -> bool:
-    with np.errstate(invalid="ignore"):
-        hidden = (np.abs(first) >= HIDING) | ~np.isfinite(first)
-        other_hidden = (np.abs(second) >= HIDING) | ~np.isfinite(second)
-        if (hidden != other_hidden).any():
-            return False
-        apart = np.abs(np.where(hidden, 0, first) - np.where(hidden, 0, second))
-    return bool((apart <= SAME * max(scale, 1e-300)).all())
 
 
 @dataclass
@@ -144,12 +31,16 @@ class Alignment:
         torch: run of PyTorch.
         expected: the right outputs of the JAX run, by name.
         changed: values of the JAX run that replace those that it computed.
+        fixed: nodes of JAX whose values were taken from PyTorch, and stay.
+        ordered: whether numbers in another order are another quantity, except for a layout of axes.
     """
 
     flax: Program
     torch: Program
     expected: Arrays
     changed: Mapping[Node, np.ndarray] = field(default_factory=dict)
+    fixed: frozenset[Node] = frozenset()
+    ordered: bool = False
 
     def __post_init__(self):
         self._numbers: dict[Node, Numbers] = {}
@@ -225,11 +116,39 @@ class Alignment:
         if low == high or not own.telling:
             return []
         found = [node for node in nodes[low:high] if own.equals(self.numbers(node))]
+        if self.ordered:
+            found = [node for node in found if is_laid_out(own.array, node.value)]
         return sorted(found, key=lambda node: node.order)
 
-    def with_changed(self, changed: Mapping[Node, np.ndarray]) -> Alignment:
-        """Return the alignment after some values of the JAX run are replaced."""
-        other = Alignment(self.flax, self.torch, self.expected, {**self.changed, **changed})
+    def rerun(
+        self,
+        replaced: Mapping[Node, np.ndarray],
+        most: int | None = None,
+        until: Node | None = None,
+    ) -> dict[Node, np.ndarray]:
+        """Return the values of JAX that change when some are replaced, as `Program.rerun` does."""
+        return self.flax.rerun(replaced, self.changed, most, until, self.fixed)
+
+    def wrong(self, changed: Mapping[Node, np.ndarray] = MappingProxyType({})) -> list[str]:
+        """Return the names of the outputs that differ, with changed values if there are any."""
+        found = []
+        for name, node in self.flax.outputs.items():
+            if not same_array(changed.get(node, self.value(node)), self.expected[name]):
+                found.append(name)
+        return found
+
+    def with_changed(
+        self, changed: Mapping[Node, np.ndarray], fixed: Iterable[Node] = ()
+    ) -> Alignment:
+        """Return the alignment after some values of the JAX run are replaced.
+
+        Args:
+            changed: every value that changes.
+            fixed: nodes whose values were replaced, which later replacements leave as they are.
+        """
+        values = {**self.changed, **changed}
+        stays = self.fixed | frozenset(fixed)
+        other = replace(self, changed=values, fixed=stays)
         kept = {node: own for node, own in self._numbers.items() if node not in changed}
         other._numbers, other.kept = kept, self.kept
         other.__dict__["_index"] = self._index
@@ -262,7 +181,7 @@ class Repair:
 
 
 def _bytes(array: np.ndarray) -> bytes:
-    flat = np.asarray(array, np.float64).reshape(-1)
+    flat = flattened(array)
     # Numbers that are all alike say nothing but their shape.
     alike = not flat.size or (flat == flat[0]).all()
     shape = str(np.squeeze(array).shape) if alike else ""

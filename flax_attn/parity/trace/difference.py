@@ -14,16 +14,20 @@ from flax_attn.parity.adapters.jax_adapter import JaxAdapter
 from flax_attn.parity.check import finite
 from flax_attn.parity.pair import Pair
 from flax_attn.parity.trace import compiler, runs, sentences
-from flax_attn.parity.trace.align import SAME, Alignment
+from flax_attn.parity.trace.align import Alignment
+from flax_attn.parity.trace.builder import Builder
 from flax_attn.parity.trace.explain import parted
-from flax_attn.parity.trace.expression import LAYOUT, Builder
 from flax_attn.parity.trace.hypothesis import Hypothesis
+from flax_attn.parity.trace.numbers import SAME
+from flax_attn.parity.trace.patterns import LAYOUT
 from flax_attn.parity.trace.program import Node, Place
 from flax_attn.parity.trace.search import Search, search
 from flax_attn.parity.trace.stops import stopped_gradients
 
 # The hypotheses that are written out in a text.
 WRITTEN = 5
+# So many hypotheses have a cause that none of them names.
+MANY = 8
 
 
 @dataclass(frozen=True)
@@ -95,6 +99,11 @@ class Difference:
     def repaired(self) -> bool:
         """Whether the hypotheses explain the whole difference."""
         return bool(self.hypotheses) and not self.remaining
+
+    @property
+    def unnamed(self) -> bool:
+        """Whether the cause is before so many hypotheses, and not among them."""
+        return self.repaired and len(self.hypotheses) >= MANY
 
     @property
     def first(self) -> Step | None:
@@ -183,11 +192,12 @@ def _difference(found: Search, backward: bool = False) -> Difference:
     steps = tuple(_steps(found.alignment))
     if not found.hypotheses and found.wrong:
         parting = tuple(parted(found.alignment, found.wrong))
+        parting = tuple(replace(one, doubtful=one.parameter == "layout") for one in parting)
         return Difference(parting, tuple(found.wrong), steps, backward=backward, unproven=True)
-    doubtful = bool(found.wrong)
+    doubtful = bool(found.wrong) or len(found.hypotheses) >= MANY
     hypotheses = tuple(
         replace(one, backward=backward, doubtful=doubtful)
-        for one in _told(found.hypotheses, doubtful)
+        for one in _told(found.hypotheses, bool(found.wrong))
     )
     attention = {} if backward else _attention(found.alignment)
     return Difference(hypotheses, tuple(found.wrong), steps, backward=backward, attention=attention)

@@ -8,19 +8,18 @@ from itertools import islice
 
 import numpy as np
 
-from flax_attn.parity.trace.align import Alignment, Numbers, Repair, cone, same_array
-from flax_attn.parity.trace.expression import Builder, Expression, parts
+from flax_attn.parity.trace.align import Alignment, Repair, cone
+from flax_attn.parity.trace.apart import few_apart, rounded_apart, rounded_by
+from flax_attn.parity.trace.axes import axes_of, in_layout_of, innermost
+from flax_attn.parity.trace.builder import Builder
+from flax_attn.parity.trace.expression import Expression, parts
 from flax_attn.parity.trace.gaps import Gap, gaps
 from flax_attn.parity.trace.hypothesis import Hypothesis, Side
-from flax_attn.parity.trace.layouts import laid_out
-from flax_attn.parity.trace.moves import narrowed, relation, shown, steps
+from flax_attn.parity.trace.moves import last_move, narrowed, relation, shown, steps, turns
 from flax_attn.parity.trace.notation import Names, plain, text
+from flax_attn.parity.trace.numbers import is_laid_out
 from flax_attn.parity.trace.program import Node, Place
 
-# The numbers of an array whose elements are compared one by one.
-DISTINCT = 4
-# Operations that depend on the axis along which they run.
-ALONG_AXES = ("sum", "mean", "amax", "amin", "prod", "cumsum", "cumprod", "sort", "argmax")
 # Operations that put numbers to other places, beside those that reorder axes.
 REARRANGING = ("concat", "flip", "gather", "stack", "roll")
 # What differs as a whole.
@@ -28,10 +27,6 @@ WHOLE = ("operation", "operand", "order", "term", "base")
 # More gaps than these are not told apart: the whole expressions say what differs. Those of repeated
 # steps are one.
 FEW, MANY = 4, 48
-# The axes of an array whose order is looked for, and the layouts that are tried.
-MOST_AXES, LAYOUTS = 5, 24
-# What arrays differ by that were computed in float32 in two orders.
-ROUNDED = 64 * float(np.finfo(np.float32).eps)
 
 
 def explain(repair: Repair) -> list[Hypothesis]:
@@ -67,6 +62,12 @@ def parted(alignment: Alignment, wrong: Sequence[str]) -> list[Hypothesis]:
         for torch in others:
             if flax.operation == torch.operation:
                 found += _Explained(Repair(flax, torch, alignment, flax.value)).same_operands()
+    for name in wrong:
+        flax, torch = alignment.flax.outputs[name], alignment.torch.outputs[name]
+        # Numbers that both have throughout are moved on the way.
+        if torch in alignment.torch_of.get(flax, ()):
+            explained = _Explained(Repair(flax, torch, alignment, flax.value))
+            found.append(explained.moved(flax, torch, [turns(flax), turns(torch)]))
     return found[:FEW]
 
 
@@ -149,8 +150,8 @@ class _Explained:
             elif part is not None and gap.parameter == "operation":
                 lines[1:1] = _origins(part)
             sides.append(Side(value, text(whole, self.names), places(lines)))
-        note = _apart(gap)
-        rounded = _rounded_apart(gap)
+        note = few_apart(gap)
+        rounded = rounded_apart(gap)
         if rounded:
             gap, note = replace(gap, parameter="rounding"), f"{rounded:.1e}"
         # A value that both have stands where it is used.
@@ -182,17 +183,19 @@ class _Explained:
     def _layout(self) -> Hypothesis:
         """Return what moves numbers to other places, where both compute the same of them."""
         alignment = self.repair.before
-        inner = _innermost(self.flax, self.torch)
+        inner = innermost(self.flax, self.torch)
         if inner is not None:
             return self._parameters(*inner)
         found = narrowed(alignment, self.repair.flax, self.repair.value)
         ours, theirs = self.repair.flax, self.repair.torch
-        rounded = _rounded_by(alignment.value(ours), self.repair.value)
+        rounded = rounded_by(alignment.value(ours), self.repair.value)
         if rounded and found is None:
             return replace(self._whole(), parameter="rounding", note=f"{rounded:.1e}")
         note = ""
         if found is not None:
             ours, theirs, right = found
+            ours, right = self._moved_on(ours, right)
+            theirs = last_move(alignment.torch, theirs)
             note = relation(alignment.value(ours), right)
             # What both gather by other indices says more than the order of what they gather.
             here = self.flax_builder.written(ours)
@@ -202,19 +205,30 @@ class _Explained:
             if len(inside) == 1 and alike:
                 gap = self._hypothesis(inside[0], ours, theirs)
                 return replace(gap, note=note or gap.note)
+        moves = steps(alignment, ours, True), steps(alignment, theirs, False)
+        return replace(self.moved(ours, theirs, moves), note=note)
+
+    def moved(self, ours: Node, theirs: Node, moves: Sequence[list[Node]]) -> Hypothesis:
+        """Return the operations that move the numbers of two nodes."""
+        alignment = self.repair.before
         sides = []
-        for node, builder, is_flax in (
-            (ours, self.flax_builder, True),
-            (theirs, self.torch_builder, False),
+        for node, builder, program, own in (
+            (ours, self.flax_builder, alignment.flax, moves[0]),
+            (theirs, self.torch_builder, alignment.torch, moves[1]),
         ):
-            moves = steps(alignment, node, is_flax)
             expression = text(builder.written(node), self.names)
-            program = alignment.flax if is_flax else alignment.torch
             # What is given to a run has no line but those of what computes with it.
             users = () if node.operands else program.users[node]
-            lines = places([node, *reversed(moves), *users])
-            sides.append(Side(shown(moves), expression, lines))
-        return Hypothesis(theirs.module, theirs.operation, "layout", *sides, note=note)
+            lines = places([node, *reversed(own), *users])
+            sides.append(Side(shown(own), expression, lines))
+        return Hypothesis(theirs.module, theirs.operation, "layout", *sides)
+
+    def _moved_on(self, node: Node, right: np.ndarray) -> tuple[Node, np.ndarray]:
+        """Return the last operation that moves the numbers of a node, and its right value."""
+        before = self.repair.before
+        last = last_move(before.flax, node)
+        changed = before.rerun({node: right}, until=last)
+        return last, changed[last]
 
     def _parameters(self, flax: Expression, torch: Expression) -> Hypothesis:
         """Return the axes of an operation of the same operands with another result."""
@@ -222,15 +236,15 @@ class _Explained:
         assert ours is not None
         assert theirs is not None
         sides = []
-        moved = _in_layout_of(flax, torch)
+        moved = in_layout_of(flax, torch)
         for node, builder, along in (
-            (ours, self.flax_builder, _along(ours)),
+            (ours, self.flax_builder, axes_of(ours)),
             (theirs, self.torch_builder, moved),
         ):
             axes, shape = along
             value = f"axis {plain(axes)} of {plain(shape)}"
-            if along != _along(node):
-                value += f", which is axis {plain(_along(node)[0])} in PyTorch"
+            if along != axes_of(node):
+                value += f", which is axis {plain(axes_of(node)[0])} in PyTorch"
             expression = text(builder.written(node), self.names)
             sides.append(Side(value, expression, places([node])))
         return Hypothesis(theirs.module, theirs.operation, "axes", *sides)
@@ -242,14 +256,9 @@ def _in_order(alignment: Alignment) -> dict[Node, int]:
     for node, others in alignment.torch_of.items():
         if node.operation in REARRANGING and node in alignment.flax.varying:
             values = [theirs.value for theirs in others if theirs.value.size == node.value.size]
-            if not any(_is_laid_out(alignment.value(node), value) for value in values):
+            if not any(is_laid_out(alignment.value(node), value) for value in values):
                 del found[node]
     return found
-
-
-def _is_laid_out(ours: np.ndarray, theirs: np.ndarray) -> bool:
-    layouts = islice(laid_out(theirs, ours.shape), LAYOUTS)
-    return any(same_array(ours, value) for value in layouts)
 
 
 def _lacks(part: Expression | None, parameter: str) -> bool:
@@ -257,121 +266,6 @@ def _lacks(part: Expression | None, parameter: str) -> bool:
     if part is None or part.operation == "leaf" or parameter == "sign":
         return True
     return parameter in ("factor", "exponent") and part.number in (1, -1)
-
-
-def _apart(gap: Gap) -> str:
-    """Return at how many places two arrays of a few numbers differ, such as masks."""
-    if gap.flax is None or gap.torch is None or gap.flax.origin is None or gap.torch.origin is None:
-        return ""
-    ours, theirs = gap.flax.origin.value, gap.torch.origin.value
-    for there in laid_out(theirs, ours.shape):
-        floating = "f" in (ours.dtype.kind, theirs.dtype.kind)
-        if floating and max(len(np.unique(ours)), len(np.unique(theirs))) > DISTINCT:
-            return ""
-        apart = np.argwhere(ours != there)
-        if not len(apart) or ours.size < DISTINCT**2:
-            return ""
-        first = tuple(apart[0].tolist())
-        values = f"flax {plain(ours[first].item())}, torch {plain(there[first].item())}"
-        return f"{len(apart)} of {ours.size} elements differ, the first at {plain(first)}: {values}"
-    return ""
-
-
-def _rounded_apart(gap: Gap) -> float:
-    """Return by how much two arrays differ that agree to float32, which one of them is in; else 0.
-
-    Tables are built in float32 on both sides as a rule, each with roundings of its own.
-    """
-    if gap.parameter != "operation" or gap.flax is None or gap.torch is None:
-        return 0.0
-    cast = "cast" in (gap.flax.operation, gap.torch.operation)
-    if cast or gap.flax.origin is None or gap.torch.origin is None:
-        return 0.0
-    ours, theirs = gap.flax.origin.value, gap.torch.origin.value
-    if not any(x.dtype.kind == "f" and (x == x.astype(np.float32)).all() for x in (ours, theirs)):
-        return 0.0
-    layouts = islice(laid_out(theirs, ours.shape), LAYOUTS)
-    return next(filter(None, (_rounded_by(ours, there) for there in layouts)), 0.0)
-
-
-def _rounded_by(ours: np.ndarray, theirs: np.ndarray) -> float:
-    """Return by how much two arrays differ, if they agree to float32; else 0."""
-    finite = np.isfinite(ours) & np.isfinite(theirs)
-    # What is hidden is -inf, which no rounding makes or takes away.
-    if not np.array_equal(ours[~finite], theirs[~finite], equal_nan=True):
-        return 0.0
-    ours, theirs = ours[finite], theirs[finite]
-    scale = np.abs(theirs).max(initial=0.0)
-    error = np.abs(ours - theirs).max(initial=0.0)
-    return float(error / scale) if 0 < error <= ROUNDED * scale else 0.0
-
-
-def _innermost(flax: Expression, torch: Expression) -> tuple[Expression, Expression] | None:
-    """Return the first operations of equal operands that run along other axes."""
-    for one, other in zip(flax.operands, torch.operands, strict=False):
-        found = _innermost(one, other)
-        if found is not None:
-            return found
-    ours, theirs = flax.origin, torch.origin
-    if ours is None or theirs is None or ours.operation not in ALONG_AXES:
-        return None
-    alike = ours.operation == theirs.operation
-    if alike and Numbers(ours.value).equals(Numbers(theirs.value)):
-        return None
-    axes, shape = _along(ours)
-    others, there = _in_layout_of(flax, torch)
-    # Without a common layout, axes of one side say nothing about those of the other.
-    known = shape == there and None not in (axes, others)
-    return (flax, torch) if known and axes != others else None
-
-
-def _in_layout_of(flax: Expression, torch: Expression) -> tuple:
-    """Return the axes of PyTorch as axes of the operand of JAX, read from a value that both have.
-
-    The operands themselves may differ already, as the largest scores of a softmax do.
-    """
-    assert flax.origin is not None
-    assert torch.origin is not None
-    axes, shape = _along(torch.origin)
-    wanted = flax.origin.operands[0].value.shape
-    for ours in _operands_of(flax, wanted):
-        for theirs in _operands_of(torch, shape):
-            if ours.key == theirs.key and ours.origin and theirs.origin and axes is not None:
-                moved = _moved_axes(ours.origin.value, theirs.origin.value, axes)
-                if moved is not None:
-                    return moved, wanted
-    return axes, shape
-
-
-def _operands_of(expression: Expression, shape: Sequence[int]) -> list[Expression]:
-    """Return the values of a shape that both sides have, inside of an expression."""
-    leaves = [one for one in parts(expression) if one.operation == "leaf" and one.origin]
-    return [one for one in leaves if one.origin and one.origin.value.shape == tuple(shape)]
-
-
-def _moved_axes(
-    ours: np.ndarray, theirs: np.ndarray, axes: Sequence[int]
-) -> tuple[int, ...] | None:
-    """Return axes of an array as axes of the same numbers in another layout; None if not found."""
-    moved: list[int] = []
-    for axis in axes:
-        places = np.broadcast_to(np.indices(theirs.shape, sparse=True)[axis], theirs.shape)
-        layouts = zip(laid_out(theirs, ours.shape), laid_out(places, ours.shape), strict=True)
-        for values, index in islice(layouts, LAYOUTS):
-            if same_array(values, ours):
-                varies = [a for a in range(ours.ndim) if np.ptp(index, axis=a).any()]
-                moved += varies
-                break
-        else:
-            return None
-    return tuple(sorted(moved))
-
-
-def _along(node: Node) -> tuple:
-    """Return the axes along which an operation runs, and the shape that they are axes of."""
-    axes = node.parameters.get("axes", node.parameters.get("axis"))
-    axes = (axes,) if isinstance(axes, int) else axes
-    return axes, node.operands[0].value.shape
 
 
 def _origins(expression: Expression) -> list[Node]:

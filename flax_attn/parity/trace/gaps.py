@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from flax_attn.parity.trace.align import HIDING
 from flax_attn.parity.trace.expression import (
     Expression,
     negated,
@@ -16,11 +15,12 @@ from flax_attn.parity.trace.expression import (
     scaled,
     total,
 )
+from flax_attn.parity.trace.numbers import HIDING
 from flax_attn.parity.trace.program import Node
 
-# The operations whose operands have no order.
 # What one exponent says beside the share of values that two expressions have in common.
 WEIGHT = 0.5
+# The operations whose operands have no order.
 UNORDERED = ("sum", "product", "dot", "max", "min", "eq", "and", "or")
 
 
@@ -74,7 +74,7 @@ def gaps(flax: Expression, torch: Expression) -> Iterator[Gap]:
         yield from _weighted(flax, torch)
     else:
         yield from _settings(flax, torch)
-        yield from _operands(flax.operation, flax.operands, torch.operands)
+        yield from _operands(flax, torch)
 
 
 def _same_cases(flax: Expression, torch: Expression) -> Expression:
@@ -171,11 +171,8 @@ def _weighted(flax: Expression, torch: Expression) -> Iterator[Gap]:
                     base, other = number(own, flax.origin), number(its, torch.origin)
                 else:
                     base, other = scaled(own, base), scaled(its, other)
-                yield from (
-                    [Gap("sum", "term", base, other)]
-                    if base.number is not None
-                    else gaps(base, other)
-                )
+                whole = [Gap("sum", "term", base, other)] if base.number is not None else []
+                yield from whole or gaps(base, other)
                 continue
             if own != its:
                 yield Gap(operation, word, number(own, flax.origin), number(its, torch.origin))
@@ -225,15 +222,14 @@ def _named(settings: Sequence) -> dict[str, object]:
     return {"over": tuple(settings)}
 
 
-def _operands(
-    operation: str, flax: Sequence[Expression], torch: Sequence[Expression]
-) -> Iterator[Gap]:
+def _operands(one: Expression, other: Expression) -> Iterator[Gap]:
+    operation, flax, torch = one.operation, one.operands, other.operands
     if operation not in UNORDERED and len(flax) == len(torch):
         pairs: list = list(zip(flax, torch, strict=True))
         # The same operands in another order are one gap, not one for each place.
         if sorted(map(hash, flax)) == sorted(map(hash, torch)) and tuple(flax) != tuple(torch):
-            here = Expression("order", tuple(flax), (operation,), flax[0].origin)
-            there = Expression("order", tuple(torch), (operation,), torch[0].origin)
+            both = (tuple(flax), tuple(torch))
+            here, there = (Expression("order", x, (operation,), x[0].origin) for x in both)
             yield Gap(operation, "order", here, there)
             return
     else:
@@ -243,11 +239,16 @@ def _operands(
                 here.remove(x)
                 there.remove(x)
         pairs = _paired(here, there)
-    for one, other in pairs:
-        if one is None or other is None:
-            yield Gap(operation, "operand", one, other)
+        lacking = [pair for pair in pairs if None in pair]
+        if len(lacking) > 1 and len(here) == len(there):
+            # Nothing says which operand is which.
+            yield Gap(operation, "operation", one, other)
+            return
+    for ours, theirs in pairs:
+        if ours is None or theirs is None:
+            yield Gap(operation, "operand", ours, theirs)
         else:
-            yield from gaps(one, other)
+            yield from gaps(ours, theirs)
 
 
 def _paired(
@@ -283,9 +284,7 @@ def _paired(
     # One of each that are left stand at the same place.
     if len(left) == 1 and len(right) == 1:
         return [*found, (left[0], right[0])]
-    found += [(one, None) for one in left]
-    found += [(None, other) for other in right]
-    return found
+    return [*found, *((one, None) for one in left), *((None, other) for other in right)]
 
 
 def _alike(one: Expression, other: Expression) -> float:

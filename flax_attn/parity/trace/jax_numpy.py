@@ -13,27 +13,6 @@ from scipy import special
 from flax_attn.parity.jaxprs import bind
 
 Arrays = Sequence[np.ndarray]
-
-# How an operation is called in plain notation, where JAX has another name for it.
-NAMES: dict[str, str] = {
-    "dot_general": "dot",
-    "reduce_sum": "sum",
-    "reduce_max": "amax",
-    "reduce_min": "amin",
-    "reduce_prod": "prod",
-    "reduce_and": "all",
-    "reduce_or": "any",
-    "select_n": "where",
-    "convert_element_type": "cast",
-    "broadcast_in_dim": "broadcast",
-    "logistic": "sigmoid",
-    "integer_pow": "pow",
-    "concatenate": "concat",
-    "conv_general_dilated": "conv",
-    "rev": "flip",
-    "dynamic_slice": "slice",
-    "top_k": "topk",
-}
 ELEMENTWISE: dict[str, Callable[..., Any]] = {
     "add": np.add,
     "add_any": np.add,
@@ -253,74 +232,26 @@ def _rule_of(eqn: Any) -> Callable[[Arrays], Any] | None:
 
 
 def _of_numpy(dtype: Any) -> bool:
-    # Neither a key nor a dtype of ml_dtypes.
-    return isinstance(dtype, np.dtype) and dtype.kind in "biuf" and dtype.isbuiltin == 1
+    # NumPy rounds a function in float32 otherwise than XLA; keys and ml_dtypes are not its own.
+    return isinstance(dtype, np.dtype) and (dtype.kind in "biu" or dtype == np.float64)
 
 
 def _bound(eqn: Any) -> Callable[[Arrays], list[np.ndarray]]:
-    # What JAX takes, it takes from NumPy as well.
-    return lambda operands: [_as_numpy(result) for result in bind(eqn, operands)]
+    # What JAX takes, it takes from NumPy as well; a value of PyTorch may have another dtype.
+    kinds = [getattr(atom.aval, "dtype", None) for atom in eqn.invars]
+
+    def function(operands: Arrays) -> list[np.ndarray]:
+        given = [_cast_to(x, kind) for x, kind in zip(operands, kinds, strict=True)]
+        return [_as_numpy(result) for result in bind(eqn, given)]
+
+    return function
+
+
+def _cast_to(x: Any, kind: Any) -> Any:
+    return x.astype(kind) if isinstance(x, np.ndarray) and isinstance(kind, np.dtype) else x
 
 
 def _as_numpy(value: Any) -> Any:
     # A key of a random function stays what it is.
     key = jnp.issubdtype(value.dtype, jnp.inexact) or jnp.issubdtype(value.dtype, jnp.integer)
     return np.asarray(value) if key or value.dtype == bool else value
-
-
-# The parameters that are shown, by operation: name in JAX, and in plain notation.
-SHOWN = {
-    "integer_pow": {"y": "exponent"},
-    "transpose": {"permutation": "axes"},
-    "reshape": {"new_sizes": "shape"},
-    "broadcast_in_dim": {"shape": "shape", "broadcast_dimensions": "axes"},
-    "concatenate": {"dimension": "axis"},
-    "convert_element_type": {"new_dtype": "dtype"},
-    "rev": {"dimensions": "axes"},
-    "squeeze": {"dimensions": "axes"},
-    "expand_dims": {"dimensions": "axes"},
-    "iota": {"shape": "shape", "dimension": "axis"},
-    "dot_general": {"dimension_numbers": "dimensions"},
-    "conv_general_dilated": {
-        "window_strides": "stride",
-        "padding": "padding",
-        "lhs_dilation": "input_dilation",
-        "rhs_dilation": "dilation",
-        "feature_group_count": "groups",
-    },
-    "slice": {"start_indices": "start", "limit_indices": "stop", "strides": "step"},
-    "cumsum": {"axis": "axis", "reverse": "reverse"},
-    "cumprod": {"axis": "axis", "reverse": "reverse"},
-    "cummax": {"axis": "axis", "reverse": "reverse"},
-    "argmax": {"axes": "axis"},
-    "tile": {"reps": "repetitions"},
-    "argmin": {"axes": "axis"},
-    "top_k": {"k": "k"},
-    "sort": {"dimension": "axis"},
-    "split": {"sizes": "sizes", "axis": "axis"},
-    "pad": {"padding_config": "padding"},
-    "reduce_window_max": {"window_dimensions": "window", "window_strides": "stride"},
-    "reduce_window_sum": {"window_dimensions": "window", "window_strides": "stride"},
-    **{name: {"axes": "axes"} for name in REDUCTIONS},
-}
-
-
-def name_of(eqn: Any) -> str:
-    """Return the name of an operation in plain notation."""
-    name: str = eqn.primitive.name
-    return NAMES.get(name, name)
-
-
-def _plain(value: Any) -> Any:
-    # Numbers of NumPy are written in another way than those of Python.
-    if isinstance(value, tuple | list):
-        return tuple(_plain(inner) for inner in value)
-    return value.item() if isinstance(value, np.generic) else value
-
-
-def parameters_of(eqn: Any) -> dict[str, Any]:
-    """Return the parameters of an operation that its result depends on, in plain notation."""
-    shown = SHOWN.get(eqn.primitive.name, {})
-    found = {name: _plain(eqn.params[own]) for own, name in shown.items()}
-    # Its operands are the condition, and the case for False before that for True.
-    return {**found, "false_first": True} if eqn.primitive.name == "select_n" else found

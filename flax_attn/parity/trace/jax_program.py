@@ -12,7 +12,7 @@ import numpy as np
 from jax.extend.core import Literal
 
 from flax_attn.parity.jaxprs import bind, called, frames_of, interpreted, opened
-from flax_attn.parity.trace import jax_numpy, scopes
+from flax_attn.parity.trace import jax_names, jax_numpy, scopes
 from flax_attn.parity.trace.program import Node, Place, Program, place_of
 
 MODULE = re.compile(r"@([^@]*)@")
@@ -89,12 +89,12 @@ class _Builder:
         """Return the nodes of an operation that calls no other program."""
         function = jax_numpy.function_of(eqn)
         found = function([node.value for node in given])
-        parameters = jax_numpy.parameters_of(eqn)
+        parameters = jax_names.parameters_of(eqn)
         made = []
         for i, value in enumerate(found):
             index = {"result": i} if len(found) > 1 else {}
             node = Node(
-                jax_numpy.name_of(eqn),
+                jax_names.name_of(eqn),
                 tuple(given),
                 value,
                 {**parameters, **index},

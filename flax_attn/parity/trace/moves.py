@@ -7,11 +7,12 @@ from itertools import islice, permutations
 
 import numpy as np
 
-from flax_attn.parity.trace.align import Alignment, same_array
-from flax_attn.parity.trace.expression import LAYOUT
+from flax_attn.parity.trace.align import Alignment
 from flax_attn.parity.trace.layouts import laid_out
 from flax_attn.parity.trace.notation import plain
-from flax_attn.parity.trace.program import Node
+from flax_attn.parity.trace.numbers import LAYOUTS, same_array
+from flax_attn.parity.trace.patterns import LAYOUT
+from flax_attn.parity.trace.program import Node, Program
 
 # Operations that move numbers and compute none.
 MOVING = frozenset(
@@ -19,8 +20,10 @@ MOVING = frozenset(
 )
 # Those of them that change no order.
 STILL = frozenset({"broadcast", "squeeze", "expand_dims", "view", "copy", "stop_gradient"})
-# The values that are tried in another layout, and their layouts.
-ANCESTORS, LAYOUTS = 80, 24
+# Those of them that change an order, whatever comes after them.
+TURNING = ("transpose", "flip", "roll")
+# The values that are tried in another layout.
+ANCESTORS = 80
 # The most axes and the longest axis whose order is described.
 AXES, LONGEST = 5, 12
 
@@ -30,14 +33,24 @@ def narrowed(
 ) -> tuple[Node, Node, np.ndarray] | None:
     """Return the first value whose order is wrong: in that of PyTorch, it makes `top` right.
 
-    With it comes the node of PyTorch that has the right order, and the value in that order.
+    A value that makes all outputs right comes before one that makes `top` right alone, as a kernel
+    may take the order of the pixels. With it comes the node of PyTorch that has the right order,
+    and the value in that order.
 
     Args:
         alignment: values that both runs have.
         top: node of the JAX run whose value is wrong.
         expected: its right value.
     """
-    for node in _ancestors(alignment, top):
+    first = None
+    # An output of another shape is not made right by the order of a parameter.
+    misshapen = any(
+        np.squeeze(alignment.value(node)).shape != np.squeeze(alignment.expected[name]).shape
+        for name, node in alignment.flax.outputs.items()
+    )
+    shared = [node for node in ancestors(top) if node in alignment.torch_of]
+    telling = [node for node in shared if alignment.numbers(node).telling]
+    for node in sorted(telling, key=lambda node: node.order):
         if _anchored(alignment, node, ours=True):
             continue
         current = alignment.value(node)
@@ -46,14 +59,28 @@ def narrowed(
             for value in islice(laid_out(other.value, current.shape), LAYOUTS):
                 if same_array(value, current):
                     continue
-                changed = alignment.flax.rerun({node: value}, alignment.changed, until=top)
-                if top in changed and same_array(changed[top], expected):
+                changed = alignment.rerun({node: value})
+                if not alignment.wrong(changed):
                     return node, other, value
-    return None
+                possible = node.operands or not misshapen
+                right = top in changed and same_array(changed[top], expected)
+                if first is None and right and possible:
+                    first = node, other, value
+    return first
 
 
-def _ancestors(alignment: Alignment, top: Node) -> list[Node]:
-    """Return the values that a node depends on and both sides have, in order."""
+def last_move(program: Program, node: Node) -> Node:
+    """Return the last of the operations that move the numbers of a node, one after the other."""
+    while len(program.users[node]) == 1:
+        (user,) = program.users[node]
+        if user.operation not in MOVING - STILL:
+            break
+        node = user
+    return node
+
+
+def ancestors(top: Node) -> set[Node]:
+    """Return the nearest values that a node depends on."""
     found: set[Node] = set()
     waiting = [top]
     while waiting and len(found) < ANCESTORS:
@@ -61,9 +88,20 @@ def _ancestors(alignment: Alignment, top: Node) -> list[Node]:
             if operand not in found and operand.operation != "constant":
                 found.add(operand)
                 waiting.append(operand)
-    shared = [node for node in found if node in alignment.torch_of]
-    telling = [node for node in shared if alignment.numbers(node).telling]
-    return sorted(telling, key=lambda node: node.order)
+    return found
+
+
+def turns(top: Node) -> list[Node]:
+    """Return the operations that change an order on the way from the inputs to a node."""
+    seen = {top}
+    waiting = [top]
+    while waiting:
+        for operand in waiting.pop().operands:
+            if operand not in seen:
+                seen.add(operand)
+                waiting.append(operand)
+    turning = [node for node in seen if node.operation in TURNING]
+    return sorted(turning, key=lambda node: node.order)
 
 
 def steps(alignment: Alignment, top: Node, ours: bool) -> list[Node]:
@@ -204,6 +242,8 @@ def _described(along: np.ndarray, axis: int) -> str:
             other = straight.reshape(first, size // first).T.reshape(-1)
             if (along == other).all():
                 ours, theirs = plain((first, size // first)), plain((size // first, first))
+                if ours == theirs:
+                    return f"axis {axis} of {size}, split as {ours}, is transposed"
                 return f"axis {axis} of {size} is split as {ours}, in torch as {theirs}"
     listed = along.tolist() if size <= LONGEST else [*along[:LONGEST].tolist(), "..."]
     return f"axis {axis} is in the order {', '.join(map(str, listed))} of torch"

@@ -211,7 +211,7 @@ def _call(x: Expression, names: Names) -> str:
 
 
 def _settings(x: Expression) -> list[str]:
-    if x.operation in ("sum_over", "amax", "softmax"):
+    if x.operation in ("sum_over", "amax", "softmax", "logsumexp"):
         sizes = x.settings[0]
         return [f"over {plain(sizes)}"]
     shown = []

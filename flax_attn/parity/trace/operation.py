@@ -11,7 +11,7 @@ import numpy as np
 from jax.extend.core import Literal
 
 from flax_attn.parity.jaxprs import bind
-from flax_attn.parity.trace import jax_numpy
+from flax_attn.parity.trace import jax_names
 
 Operands = Sequence[Any]
 Compute = Callable[[Operands], Any]
@@ -38,7 +38,7 @@ class Operation:
     def name(self) -> str:
         """The name of the operation in plain notation; of a compiled function, its own."""
         own = self.equation.params.get("name")
-        return own if isinstance(own, str) else jax_numpy.name_of(self.equation)
+        return own if isinstance(own, str) else jax_names.name_of(self.equation)
 
     @property
     def given(self) -> list[Any]:

@@ -6,7 +6,7 @@ import heapq
 import linecache
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice, takewhile
@@ -102,9 +102,14 @@ class Node:
         return self.place.module if self.place else ""
 
     @property
+    def line(self) -> tuple[str, int] | None:
+        """The file and the number of the line of source; None where it is not known."""
+        return None if self.place is None else (self.place.file, self.place.line)
+
+    @property
     def floating(self) -> bool:
-        """Whether the value has a floating dtype."""
-        return self.value.dtype.kind == "f"
+        """Whether the value has a floating dtype, complex numbers included."""
+        return self.value.dtype.kind in "fc"
 
     @cached_property
     def constant(self) -> bool:
@@ -199,6 +204,7 @@ class Program:
         known: Mapping[Node, np.ndarray],
         most: int | None = None,
         until: Node | None = None,
+        fixed: Collection[Node] = (),
     ) -> dict[Node, np.ndarray]:
         """Return the values that change when some are replaced, those included.
 
@@ -207,12 +213,13 @@ class Program:
             known: values that take the place of those of the run.
             most: largest number of operations that run again; None is all.
             until: last operation that runs again; None is all.
+            fixed: nodes that keep their values.
         """
         changed = dict(replaced)
         for node in islice(self.downstream(replaced), most):
             if until is not None and node.order > until.order:
                 break
-            if node.compute is None:
+            if node.compute is None or node in fixed:
                 continue
             operands = []
             for operand in node.operands:

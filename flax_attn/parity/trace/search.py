@@ -7,26 +7,27 @@ the difference lies between them and the last values that agree.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain, islice
 from operator import itemgetter
-from typing import Any
 
 import numpy as np
 
 from flax_attn.parity.adapters.adapter import Arrays
-from flax_attn.parity.trace.align import Alignment, Repair, cone, same_array
+from flax_attn.parity.trace.align import Alignment, Repair, cone
+from flax_attn.parity.trace.candidates import SKIPPED, beyond_layout, candidates
 from flax_attn.parity.trace.explain import explain, grouped_by_kind
-from flax_attn.parity.trace.expression import LAYOUT, moved_from
 from flax_attn.parity.trace.hypothesis import Hypothesis
 from flax_attn.parity.trace.layouts import laid_out
+from flax_attn.parity.trace.numbers import same_array
 from flax_attn.parity.trace.program import Node, Program
+from flax_attn.parity.trace.repeats import with_repeats
 
-# The most operations between values that agree and a value that is replaced.
-DEEPEST = 40
 # The operations that run again to see whether a replacement changes anything for the better.
 NEXT = 16
+# The first replacements that are tried, after which all runs again.
+NEAREST = 40
 # The replacements that are tried for one that is made, and those that are made.
 TRIED, MADE = 1500, 12
 # Those that make something agree, of which the best is taken.
@@ -35,17 +36,18 @@ COMPARED = 24
 LOOKED_ON = 24
 # Those of one value that are tried where several are found.
 ALONE = 400
-# The depth of values that both have and JAX or PyTorch computes with: those of PyTorch are tried
-# after those of one side.
-FLAX_SHARED, TORCH_SHARED = 1, 4
-# The most operations of PyTorch that JAX lacks after such a value: after more, what follows may
-# agree by chance, as the norms of two layers that take the same value.
-LACKED = 3
 # The operations that are followed to a value in the layout of a node.
 ELEMENTWISE = 8
 # Values that agree after a replacement by chance are fewer.
 SURE = 3
-SKIPPED = frozenset({*LAYOUT, "source", "constant", "element", "slice", "split", "copy"})
+# The most differences that are looked for once more, with orders told apart.
+FEW = 4
+# What differs as a whole, or in its order alone.
+VAGUE = ("expression", "layout", "operation", "operand")
+
+
+# A replacement, the values that change by it, and the nodes that are replaced with it.
+Made = tuple[Repair, dict[Node, np.ndarray], list[Node]]
 
 
 @dataclass(frozen=True)
@@ -83,23 +85,46 @@ class Tried:
 def search(flax: Program, torch: Program, expected: Arrays | None = None) -> Search:
     """Return the replacements after which the outputs of two runs agree, as far as there are any.
 
+    Numbers in another order are the same quantity at first, as heads are that are split otherwise.
+    Where that names no more than what is at another place, they are another quantity: the sine of
+    an angle and its negative hold the same numbers.
+
     Args:
         flax: run of JAX.
         torch: run of PyTorch, with outputs of the same names.
         expected: the right outputs of JAX; None are those of PyTorch.
     """
     right = {name: node.value for name, node in torch.outputs.items()}
-    first = alignment = Alignment(flax, torch, right if expected is None else expected)
+    alignment = Alignment(flax, torch, right if expected is None else expected)
+    found = _searched(alignment)
+    if found.hypotheses and all(one.parameter not in VAGUE for one in found.hypotheses):
+        return found
+    # What differs at many places is no matter of one order.
+    if len(found.hypotheses) > FEW or not (found.hypotheses or found.wrong):
+        return found
+    ordered = _searched(replace(alignment, ordered=True))
+    few = 0 < len(ordered.hypotheses) <= FEW
+    return ordered if few and _rank(ordered) < _rank(found) else found
+
+
+def _rank(found: Search) -> tuple[int, int, int]:
+    """Return how little is said: outputs that still differ, what is vague, and what is written."""
+    vague = [one for one in found.hypotheses if one.parameter in VAGUE and not one.note]
+    return len(found.wrong), len(vague), _length(found.hypotheses)
+
+
+def _searched(alignment: Alignment) -> Search:
+    first = alignment
     found: list[tuple[int, list[Hypothesis]]] = []
     while len(found) < MADE:
-        wrong = wrong_outputs(alignment)
+        wrong = alignment.wrong()
         made = _next_repair(alignment, wrong) if wrong else None
         if made is None:
             break
-        repair, changed = made
+        repair, changed, replaced = made
         # Explained at once, so that the values before it need not be kept.
         found.append((repair.torch.order, explain(repair)))
-        alignment = alignment.with_changed(changed)
+        alignment = alignment.with_changed(changed, replaced)
     found.sort(key=itemgetter(0))
     every = chain.from_iterable(hypotheses for _, hypotheses in found)
     hypotheses = grouped_by_kind(every)
@@ -107,7 +132,7 @@ def search(flax: Program, torch: Program, expected: Arrays | None = None) -> Sea
         alone = _explained_alone(first, hypotheses)
         if alone is not None:
             hypotheses, alignment = alone
-    return Search(hypotheses, alignment, wrong_outputs(alignment))
+    return Search(hypotheses, alignment, alignment.wrong())
 
 
 def _length(hypotheses: Sequence[Hypothesis]) -> int:
@@ -122,11 +147,11 @@ def _explained_alone(
 
     What makes most values agree may do so by chance, where it is given what another one should be.
     """
-    wrong = wrong_outputs(alignment)
+    wrong = alignment.wrong()
     ours = cone([alignment.flax.outputs[name] for name in wrong], alignment.torch_of)
     theirs = cone([alignment.torch.outputs[name] for name in wrong], alignment.flax_of)
     missing = set(theirs)
-    for flax, torch in islice(_candidates(alignment, ours, theirs), ALONE):
+    for flax, torch in islice(candidates(alignment, ours, theirs), ALONE):
         found = _tried(alignment, flax, torch, missing)
         if found is None or not found.complete:
             continue
@@ -139,258 +164,87 @@ def _explained_alone(
     return None
 
 
-def wrong_outputs(alignment: Alignment) -> list[str]:
-    """Return the names of the outputs that differ."""
-    found = []
-    for name, node in alignment.flax.outputs.items():
-        if not same_array(alignment.value(node), alignment.expected[name]):
-            found.append(name)
-    return found
-
-
-def _next_repair(
-    alignment: Alignment, wrong: Sequence[str]
-) -> tuple[Repair, dict[Node, np.ndarray]] | None:
+def _next_repair(alignment: Alignment, wrong: Sequence[str]) -> Made | None:
     """Return the replacement after which most values agree, with the values that it changes."""
     ours = cone([alignment.flax.outputs[name] for name in wrong], alignment.torch_of)
     theirs = cone([alignment.torch.outputs[name] for name in wrong], alignment.flax_of)
-    best: tuple[Repair, dict[Node, np.ndarray]] | None = None
+    best: Made | None = None
     most = passed = 0
     certain = False
     left = TRIED
     missing = set(theirs)
-    for flax, torch in _candidates(alignment, ours, theirs):
+    for i, (flax, torch) in enumerate(candidates(alignment, ours, theirs)):
         left -= 1
-        found = _tried(alignment, flax, torch, missing) if left else None
+        found = _tried(alignment, flax, torch, missing, i < NEAREST) if left else None
         if not left or passed == COMPARED:
             break
         if found is None:
             continue
         repair = Repair(flax, torch, alignment, found.changed[flax])
         if found.complete and not certain:
-            return repair, _with_repeats(alignment, repair, found.changed)
+            return repair, *with_repeats(alignment, repair, found.changed)
         passed += 1
         # A few values agree by chance, where the same value in another's place makes more agree.
         same = best is None or flax is best[0].flax or torch is best[0].torch
         if (found.certain, found.gain) > (certain, most) and (same or not certain):
-            changed = found.changed
+            changed, replaced = found.changed, [flax]
             if found.certain:
                 left = min(left, LOOKED_ON)
-                changed = _with_repeats(alignment, repair, changed)
-            best, most, certain = (repair, changed), found.gain, found.certain
+                changed, replaced = with_repeats(alignment, repair, changed)
+            best, most, certain = (repair, changed, replaced), found.gain, found.certain
     return best or _output_repair(alignment, wrong)
 
 
-def _with_repeats(
-    alignment: Alignment, repair: Repair, changed: dict[Node, np.ndarray]
-) -> dict[Node, np.ndarray]:
-    """Return the values that change when what the same line computes again is replaced as well."""
-    own = repair.flax
-    current = alignment.value(own)
-    repeats = {own: repair.value}
-    for node in alignment.flax.nodes:
-        same = _line(node) == _line(own) and node.operation == own.operation
-        if node is own or not same:
-            continue
-        value = alignment.value(node)
-        if value.shape == current.shape and np.array_equal(value, current):
-            repeats[node] = repair.value
-    if len(repeats) == 1:
-        return changed
-    return alignment.flax.rerun(repeats, alignment.changed)
-
-
-def _line(node: Node) -> tuple[str, int] | None:
-    return None if node.place is None else (node.place.file, node.place.line)
-
-
-def _output_repair(
-    alignment: Alignment, wrong: Sequence[str]
-) -> tuple[Repair, dict[Node, np.ndarray]] | None:
+def _output_repair(alignment: Alignment, wrong: Sequence[str]) -> Made | None:
     """Return the replacement of an output whose numbers agree, in another order."""
     for name in wrong:
         ours, right = alignment.flax.outputs[name], alignment.expected[name]
         if ours.value.shape == right.shape:
             theirs = alignment.torch.outputs[name]
-            return Repair(ours, theirs, alignment, right), {ours: right}
+            return Repair(ours, theirs, alignment, right), {ours: right}, [ours]
     return None
 
 
-def _candidates(
-    alignment: Alignment, ours: Sequence[Node], theirs: Sequence[Node]
-) -> Iterator[tuple[Node, Node]]:
-    """Yield pairs of nodes that may be the same quantity, those near to agreeing values first."""
-    depths = _depths(ours, alignment.flax) | _depths(theirs, alignment.torch)
-    here = [node for node in ours if _is_candidate(node, depths, alignment.flax.users)]
-    there = [node for node in theirs if _is_candidate(node, depths, alignment.torch.users)]
-    inside = set(depths)
-    # One side may compute more with a value that both have.
-    shared_here = _shared_operands(alignment, ours, alignment.torch_of)
-    shared_here = [node for node in shared_here if _is_alone(alignment, node)]
-    shared_there = _shared_operands(alignment, theirs, alignment.flax_of)
-    depths = dict.fromkeys(shared_there, TORCH_SHARED) | depths
-    depths = dict.fromkeys(shared_here, FLAX_SHARED) | depths
-    here += shared_here
-    there += shared_there
-    both = {*shared_here, *shared_there}
-    quantities = alignment.quantities
-    leaves: dict[Node, set[Any]] = {}
-    for node in [*here, *there]:
-        leaves[node] = {quantities.get(leaf, leaf) for leaf in _leaves(node, inside)}
-    pairs = []
-    for flax in here:
-        for torch in there:
-            if flax.value.size != torch.value.size:
-                continue
-            if not _may_lack(flax, torch, both, leaves, quantities):
-                continue
-            if flax in both and depths[torch] > LACKED:
-                continue
-            # What makes a mask or a table is no value of the run.
-            if (flax in alignment.flax.varying) != (torch in alignment.torch.varying):
-                continue
-            every = leaves[flax] | leaves[torch]
-            common = len(leaves[flax] & leaves[torch]) / max(len(every), 1)
-            pairs.append((depths[flax] + depths[torch], -common, flax.order, flax, torch))
-    pairs.sort(key=lambda pair: pair[:3])
-    for *_, flax, torch in pairs:
-        yield flax, torch
+def _tried(
+    alignment: Alignment, flax: Node, torch: Node, missing: set[Node], whole: bool = False
+) -> Tried | None:
+    """Return what a replacement makes agree, in the layout in which it does; None if nothing.
 
-
-def _may_lack(
-    flax: Node,
-    torch: Node,
-    both: Collection[Node],
-    leaves: Mapping[Node, set[Any]],
-    quantities: Mapping[Node, int],
-) -> bool:
-    """Whether one of two nodes is computed from the other, if that is a value that both have."""
-    if flax in both:
-        return torch not in both and quantities[flax] in leaves[torch]
-    return torch not in both or quantities[torch] in leaves[flax]
-
-
-def _shared_operands(
-    alignment: Alignment,
-    nodes: Sequence[Node],
-    matched: Mapping[Node, Sequence[Node]],
-) -> list[Node]:
-    """Return the values that both have and one side computes with."""
-    found: dict[Node, None] = {}
-    for node in nodes:
-        for operand in map(_untransposed, node.operands):
-            shared = operand in matched and operand.operation not in SKIPPED
-            if shared and operand.floating and alignment.numbers(operand).telling:
-                found[operand] = None
-    return list(found)
-
-
-def _untransposed(node: Node) -> Node:
-    """Return what a node has in another order of axes, none of them split or joined."""
-    origin = moved_from(node)
-    sizes = [sorted(np.squeeze(x.value).shape) for x in (node, origin)]
-    return origin if node.operation in LAYOUT and sizes[0] == sizes[1] else node
-
-
-def _is_alone(alignment: Alignment, node: Node) -> bool:
-    """Whether no other value of JAX happens to be equal, so that it is known which is meant."""
-    equal: set[Node] = set()
-    for other in alignment.torch_of[node]:
-        equal.update(alignment.flax_of[other])
-    return len({moved_from(one) for one in equal}) == 1
-
-
-def _leaves(node: Node, inside: Collection[Node]) -> set[Node]:
-    """Return the values that agree from which a node is computed."""
-    found: set[Node] = set()
-    waiting = [node]
-    seen: set[Node] = set()
-    while waiting:
-        for operand in waiting.pop().operands:
-            if operand not in inside:
-                found.add(operand)
-            elif operand not in seen:
-                seen.add(operand)
-                waiting.append(operand)
-    return found
-
-
-def _is_shift(node: Node, users: Mapping[Node, Sequence[Node]]) -> bool:
-    """Whether a value is only subtracted in an `exp`, as a softmax does, which changes nothing."""
-    for user in users[node]:
-        moved = user.operation in LAYOUT or user.operation == "max"
-        if moved and _is_shift(user, users):
-            continue
-        shifted = user.operation == "sub" and user.operands[1] is node
-        if not shifted or any(after.operation != "exp" for after in users[user]):
-            return False
-    return bool(users[node])
-
-
-def _is_in_softmax(node: Node, users: Mapping[Node, Sequence[Node]]) -> bool:
-    """Whether a value is a step of a softmax before its end, or of several that divide by a sum."""
-    after = list(_beyond_layout(node, users))
-    if node.operation == "exp":
-        summed = [user for user in after if user.operation == "sum"]
-        divided = [user for user in after if user.operation == "div" and user not in summed]
-        whole = len(summed) == 1 and len(summed) + len(divided) == len(after)
-        return whole and all(_is_in_softmax(one, users) for one in summed)
-    if node.operation == "sum":
-        return bool(after) and all(user.operation == "div" for user in after)
-    shifts = node.operation == "sub" and _is_shift(node.operands[1], users)
-    return shifts and all(_is_in_softmax(user, users) for user in after)
-
-
-def _beyond_layout(node: Node, users: Mapping[Node, Sequence[Node]]) -> Iterator[Node]:
-    for user in users[node]:
-        if user.operation in LAYOUT:
-            yield from _beyond_layout(user, users)
-        else:
-            yield user
-
-
-def _is_candidate(
-    node: Node, depths: dict[Node, int], users: Mapping[Node, Sequence[Node]]
-) -> bool:
-    shown = node.operation not in SKIPPED or not any(x in depths for x in node.operands)
-    if not (node.floating and shown and node.operands and depths[node] <= DEEPEST):
-        return False
-    return not (_is_shift(node, users) or _is_in_softmax(node, users))
-
-
-def _depths(nodes: Sequence[Node], program: Program) -> dict[Node, int]:
-    """Return how many operations lie between values that agree and each node."""
-    found: dict[Node, int] = {}
-    for node in nodes:
-        inner = [found[operand] for operand in node.operands if operand in found]
-        # What makes a mask or a table is one step, however long it is.
-        moves = node.operation in LAYOUT or node not in program.varying
-        own = 0 if moves else 1
-        found[node] = max(inner, default=0) + own
-    return found
-
-
-def _tried(alignment: Alignment, flax: Node, torch: Node, missing: set[Node]) -> Tried | None:
-    """Return what a replacement makes agree, in the layout in which it does; None if nothing."""
-    known = alignment.changed
-    users = len(list(_beyond_layout(flax, alignment.flax.users)))
+    Args:
+        alignment: values that both runs have.
+        flax: node that is replaced.
+        torch: node whose value replaces it.
+        missing: nodes of PyTorch that JAX does not have.
+        whole: whether all runs again, though nothing agrees soon after the node.
+    """
+    users = len(list(beyond_layout(flax, alignment.flax.users)))
     is_output = any(flax is node for node in alignment.flax.outputs.values())
     for value in _layouts(alignment, flax, torch):
         # What is taken apart step by step, as by a scan, is computed with after each step is taken.
-        near = alignment.flax.rerun({flax: value}, known, NEXT * users)
-        if not is_output and not _agreeing(alignment, near, flax, missing):
+        near = alignment.rerun({flax: value}, NEXT * users)
+        if not (is_output or whole) and not _agreeing(alignment, near, flax, missing):
             continue
-        changed = alignment.flax.rerun({flax: value}, known)
+        changed = alignment.rerun({flax: value})
+        if _breaks(alignment, flax, changed):
+            continue
         agreeing = _agreeing(alignment, changed, flax, missing)
         gain = len(set().union(*agreeing.values()))
-        complete = all(
-            same_array(changed.get(node, alignment.value(node)), alignment.expected[name])
-            for name, node in alignment.flax.outputs.items()
-        )
+        complete = not alignment.wrong(changed)
         if gain or complete:
             together = gain > 1 and _is_certain(alignment, changed, agreeing)
             return Tried(gain, changed, complete or gain >= SURE or together, complete)
     return None
+
+
+def _breaks(alignment: Alignment, flax: Node, changed: Mapping[Node, np.ndarray]) -> bool:
+    """Whether something agrees that is computed with a value that both have, and no longer does."""
+    if flax not in alignment.torch_of:
+        return False
+    for user in beyond_layout(flax, alignment.flax.users):
+        agrees = user in alignment.torch_of and alignment.numbers(user).telling
+        if agrees and user in changed and not alignment.matches_array(changed[user]):
+            return True
+    return False
 
 
 def _layouts(alignment: Alignment, flax: Node, torch: Node) -> Iterator[np.ndarray]:

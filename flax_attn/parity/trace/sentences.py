@@ -85,6 +85,10 @@ def proof(found: Difference) -> str:
     places = "this place" if count == 1 else f"these {count} places"
     if found.repaired and found.hypotheses[0].parameter == "gradient":
         return f"proof: without {places.replace('place', 'stop')} all {what} are equal"
+    if found.unnamed:
+        return (
+            f"with the values of PyTorch at {places} all {what} are equal: no single cause is known"
+        )
     if found.repaired:
         return f"proof: with the values of PyTorch at {places} all {what} are equal"
     left = ", ".join(found.remaining[:NAMED])

@@ -8,8 +8,8 @@ from flax_attn.parity import tolerance
 from flax_attn.parity.pair import Pair
 from flax_attn.parity.trace import runs
 from flax_attn.parity.trace.align import Alignment
-from flax_attn.parity.trace.expression import LAYOUT
 from flax_attn.parity.trace.hypothesis import Hypothesis, Side
+from flax_attn.parity.trace.patterns import LAYOUT
 from flax_attn.parity.trace.program import Node
 
 # The ways to stop gradients that are tried.

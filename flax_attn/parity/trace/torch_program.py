@@ -13,176 +13,16 @@ from typing import Any
 import numpy as np
 import torch
 from torch._decomp import get_decompositions
-from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flax_attn.parity.trace import torch_names
+from flax_attn.parity.trace import torch_formulas, torch_names
 from flax_attn.parity.trace.program import Node, Place, Program, place_of
+from flax_attn.parity.trace.torch_formulas import COMPOSED, FORMULAS, Attention, as_numpy
 
-aten = torch.ops.aten
+# What is recorded is called through these files.
+RECORDING = (__file__, torch_formulas.__file__)
 # A line of a traceback.
 FRAME = re.compile(r'File "([^"]+)", line (\d+)')
-# Operations that are recorded as what they are made of: their values are compared as well.
-COMPOSED = [
-    aten.native_layer_norm,
-    aten.native_batch_norm,
-    aten._native_batch_norm_legit,
-    aten._native_batch_norm_legit_no_training,
-    aten._softmax,
-    aten._log_softmax,
-    aten._safe_softmax,
-    aten.gelu,
-    aten.silu,
-    aten.addcmul,
-    aten.glu,
-    aten.hardswish,
-    aten.hardsigmoid,
-    aten.softplus,
-    aten.elu,
-    aten.leaky_relu,
-    aten.rsub,
-    aten._weight_norm_interface,
-    aten.mse_loss,
-    aten.mse_loss_backward,
-    aten.masked_fill,
-    aten.lerp,
-    aten.logsumexp,
-    aten.log_sigmoid_forward,
-    aten.mish,
-    aten.hardtanh,
-    aten.threshold,
-    aten.softshrink,
-    aten.hardshrink,
-    aten._prelu_kernel,
-    aten.smooth_l1_loss,
-    aten.huber_loss,
-    aten.binary_cross_entropy,
-    aten.grid_sampler_2d,
-    aten.upsample_nearest2d,
-    aten.upsample_bilinear2d,
-    aten.upsample_bicubic2d,
-    aten.reflection_pad1d,
-    aten.reflection_pad2d,
-    aten.replication_pad2d,
-    aten.pixel_shuffle,
-    aten.pixel_unshuffle,
-]
-
-
-def _addmm(bias: Any, left: Any, right: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
-    product = left @ right
-    if alpha != 1:
-        product = product * alpha
-    return product + (bias if beta == 1 else bias * beta)
-
-
-def _var_mean(x: Any, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Any:
-    axes = tuple(range(x.ndim)) if dim is None else tuple(dim)
-    mean = x.mean(axes, keepdim=True)
-    count = 1
-    for axis in axes:
-        count *= x.shape[axis]
-    squares = (x - mean).square().sum(axes, keepdim=True)
-    variance = squares / (count - (1 if correction is None else correction))
-    if keepdim:
-        return variance, mean
-    shape = [size for axis, size in enumerate(x.shape) if axis not in {a % x.ndim for a in axes}]
-    return variance.reshape(shape), mean.reshape(shape)
-
-
-def _var(x: Any, dim: Any = None, **options: Any) -> Any:
-    return _var_mean(x, dim, **options)[0]
-
-
-def _std(x: Any, dim: Any = None, **options: Any) -> Any:
-    return _var(x, dim, **options).sqrt()
-
-
-def _group_norm(x, weight, bias, batch, channels, pixels, groups, eps):
-    grouped = x.reshape(batch, groups, -1)
-    variance, mean = _var_mean(grouped, (2,), correction=0, keepdim=True)
-    inverse = (variance + eps).rsqrt()
-    normed = ((grouped - mean) * inverse).reshape(x.shape)
-    each = (1, channels, *(1 for _ in x.shape[2:]))
-    if weight is not None:
-        normed = normed * weight.reshape(each)
-    if bias is not None:
-        normed = normed + bias.reshape(each)
-    return normed, mean.reshape(batch, groups), inverse.reshape(batch, groups)
-
-
-def _flash_attention(
-    query, key, value, dropout_p=0.0, is_causal=False, *, attn_mask=None, scale=None
-):
-    out = _attention(query, key, value, attn_mask, dropout_p, is_causal, scale)
-    scores = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
-    if is_causal:
-        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
-        scores = torch.where(hidden, -torch.inf, scores)
-    elif attn_mask is not None:
-        scores = scores + attn_mask
-    return out, scores.logsumexp(-1)
-
-
-def _convolution(x: Any, weight: Any, bias: Any, *options: Any) -> Any:
-    if bias is None:
-        return NotImplemented
-    each = (1, -1, *(1 for _ in weight.shape[2:]))
-    return aten.convolution.default(x, weight, None, *options) + bias.reshape(each)
-
-
-FORMULAS: dict[Any, Callable[..., Any]] = {
-    aten.addmm.default: _addmm,
-    aten.baddbmm.default: _addmm,
-    aten._scaled_dot_product_flash_attention_for_cpu.default: _flash_attention,
-    aten.convolution.default: _convolution,
-    aten.native_group_norm.default: _group_norm,
-    aten.var_mean.correction: _var_mean,
-    aten.var.correction: _var,
-    aten.std.correction: _std,
-}
-
-
-class _Attention(TorchFunctionMode):
-    """Computes attention by its formula, whose steps have values."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func is functional.scaled_dot_product_attention:
-            return _attention(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
-
-
-def _attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> torch.Tensor:
-    if enable_gqa:
-        groups = query.shape[-3] // key.shape[-3]
-        key = key.repeat_interleave(groups, -3)
-        value = value.repeat_interleave(groups, -3)
-    scores = query @ key.transpose(-2, -1)
-    scores = scores * (query.shape[-1] ** -0.5 if scale is None else scale)
-    if is_causal:
-        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
-    if attn_mask is None:
-        return scores.softmax(-1) @ value
-    if attn_mask.dtype != torch.bool:
-        scores = scores + attn_mask
-    else:
-        scores = torch.where(attn_mask, scores, -torch.inf)
-    weights = scores.softmax(-1)
-    # A row that sees nothing returns zeros. Asked in NumPy, this is no step of the run.
-    hidden = np.isneginf(_numpy(scores)).all(-1, keepdims=True)
-    if hidden.any():
-        weights = torch.where(torch.from_numpy(hidden), 0.0, weights)
-    return weights @ value
 
 
 class _Recorder(TorchDispatchMode):
@@ -216,7 +56,7 @@ class _Recorder(TorchDispatchMode):
 
     def source(self, name: str, tensor: torch.Tensor) -> Node:
         """Keep a tensor that the run is given."""
-        node = Node("source", (), _numpy(tensor), name=name)
+        node = Node("source", (), as_numpy(tensor), name=name)
         self.nodes.append(node)
         self._keep(tensor, node)
         return node
@@ -227,7 +67,7 @@ class _Recorder(TorchDispatchMode):
         node, version = self._known.get(key, (None, -1))
         if node is not None and version == tensor._version:
             return node
-        value = _numpy(tensor)
+        value = as_numpy(tensor)
         # Another part of the same memory was written: PyTorch counts that as a change of the whole.
         if node is not None and np.array_equal(node.value, value, equal_nan=True):
             return node
@@ -260,7 +100,9 @@ class _Recorder(TorchDispatchMode):
         parameters = torch_names.parameters_of(func, args, kwargs, first, tensors[0])
         for i, tensor in enumerate(tensors):
             index = {"result": i} if len(tensors) > 1 else {}
-            node = Node(name, tuple(operands), _numpy(tensor), {**parameters, **index}, self._place)
+            node = Node(
+                name, tuple(operands), as_numpy(tensor), {**parameters, **index}, self._place
+            )
             self.nodes.append(node)
             self._keep(tensor, node, written=_writes(func))
         return found
@@ -297,7 +139,7 @@ class _Recorder(TorchDispatchMode):
     def _forward_place(self, node: Any) -> Place | None:
         """Return the line of the operation whose backward pass runs, which autograd has kept."""
         kept = FRAME.findall("".join(node.metadata.get("traceback_", [])))
-        frames = [(file, int(line)) for file, line in reversed(kept) if file != __file__]
+        frames = [(file, int(line)) for file, line in reversed(kept) if file not in RECORDING]
         place = place_of(frames)
         if place is None:
             return None
@@ -307,8 +149,7 @@ class _Recorder(TorchDispatchMode):
 def _frames() -> Iterator[tuple[str, int]]:
     frame = sys._getframe(2)
     while frame is not None:
-        # What is recorded is called through the recorder.
-        if frame.f_code.co_filename != __file__:
+        if frame.f_code.co_filename not in RECORDING:
             yield frame.f_code.co_filename, frame.f_lineno
         frame = frame.f_back
 
@@ -321,14 +162,6 @@ def _identity(tensor: torch.Tensor) -> tuple:
 def _room(tensor: torch.Tensor) -> int:
     """Return how many numbers the memory of a tensor holds."""
     return tensor.untyped_storage().nbytes() // tensor.element_size()
-
-
-def _numpy(tensor: torch.Tensor) -> np.ndarray:
-    tensor = tensor.detach()
-    if tensor.dtype in (torch.bfloat16, torch.float16):
-        tensor = tensor.float()
-    # A copy: PyTorch may change it in place.
-    return np.array(tensor.numpy(force=True))
 
 
 def _is_same(name: str, found: Any, given: list[Any]) -> bool:
@@ -383,7 +216,7 @@ def torch_program(
     with ExitStack() as stack:
         if isinstance(module, torch.nn.Module):
             _follow(module, recorder)
-        stack.enter_context(_Attention())
+        stack.enter_context(Attention())
         # Autograd keeps the lines of the forward pass; numbers that are not finite are no error.
         stack.enter_context(torch.autograd.set_detect_anomaly(True, check_nan=False))
         stack.enter_context(recorder)

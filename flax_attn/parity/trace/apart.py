@@ -1,0 +1,64 @@
+"""How far two arrays are apart: in few elements, or by the rounding of float32."""
+
+from __future__ import annotations
+
+from itertools import islice
+
+import numpy as np
+
+from flax_attn.parity.trace.gaps import Gap
+from flax_attn.parity.trace.layouts import laid_out
+from flax_attn.parity.trace.notation import plain
+from flax_attn.parity.trace.numbers import LAYOUTS
+
+# The numbers of an array whose elements are compared one by one.
+DISTINCT = 4
+# What arrays differ by that were computed in float32 in two orders.
+ROUNDED = 64 * float(np.finfo(np.float32).eps)
+
+
+def few_apart(gap: Gap) -> str:
+    """Return at how many places two arrays of a few numbers differ, such as masks."""
+    if gap.flax is None or gap.torch is None or gap.flax.origin is None or gap.torch.origin is None:
+        return ""
+    ours, theirs = gap.flax.origin.value, gap.torch.origin.value
+    for there in laid_out(theirs, ours.shape):
+        floating = any(x.dtype.kind in "fc" for x in (ours, theirs))
+        if floating and max(len(np.unique(ours)), len(np.unique(theirs))) > DISTINCT:
+            return ""
+        apart = np.argwhere(ours != there)
+        if not len(apart) or ours.size < DISTINCT**2:
+            return ""
+        first = tuple(apart[0].tolist())
+        values = f"flax {plain(ours[first].item())}, torch {plain(there[first].item())}"
+        return f"{len(apart)} of {ours.size} elements differ, the first at {plain(first)}: {values}"
+    return ""
+
+
+def rounded_apart(gap: Gap) -> float:
+    """Return by how much two arrays differ that agree to float32, which one of them is in; else 0.
+
+    Tables are built in float32 on both sides as a rule, each with roundings of its own.
+    """
+    if gap.parameter != "operation" or gap.flax is None or gap.torch is None:
+        return 0.0
+    cast = "cast" in (gap.flax.operation, gap.torch.operation)
+    if cast or gap.flax.origin is None or gap.torch.origin is None:
+        return 0.0
+    ours, theirs = gap.flax.origin.value, gap.torch.origin.value
+    if not any(x.dtype.kind == "f" and (x == x.astype(np.float32)).all() for x in (ours, theirs)):
+        return 0.0
+    layouts = islice(laid_out(theirs, ours.shape), LAYOUTS)
+    return next(filter(None, (rounded_by(ours, there) for there in layouts)), 0.0)
+
+
+def rounded_by(ours: np.ndarray, theirs: np.ndarray) -> float:
+    """Return by how much two arrays differ, if they agree to float32; else 0."""
+    finite = np.isfinite(ours) & np.isfinite(theirs)
+    # What is hidden is -inf, which no rounding makes or takes away.
+    if not np.array_equal(ours[~finite], theirs[~finite], equal_nan=True):
+        return 0.0
+    ours, theirs = ours[finite], theirs[finite]
+    scale = np.abs(theirs).max(initial=0.0)
+    error = np.abs(ours - theirs).max(initial=0.0)
+    return float(error / scale) if 0 < error <= ROUNDED * scale else 0.0

@@ -1,0 +1,143 @@
+"""Expressions of the nodes of one run."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+
+import numpy as np
+
+from flax_attn.parity.trace.expression import Expression, number, parts, scaled, split
+from flax_attn.parity.trace.patterns import exponent, is_same, logsumexp_of, moved_from, softmax_of
+from flax_attn.parity.trace.program import Node
+from flax_attn.parity.trace.rules import RULES, SWAPPED, contained, sizes_over
+
+# Operations inside one another that are read.
+DEEPEST = 120
+# The numbers of a constant that are written out.
+FEW = 4
+
+
+class Builder:
+    """Makes expressions of the nodes of one run.
+
+    Args:
+        leaves: the number of each node that both runs have: the same for both of them.
+        varying: nodes that depend on what the run is given, which are no numbers.
+    """
+
+    def __init__(self, leaves: Mapping[Node, int], varying: Collection[Node]):
+        self.leaves, self.varying = leaves, varying
+        self._depth = 0
+        self._made: dict[Node, Expression] = {}
+        self._first: dict[int, Node] = {}
+        for node in sorted(leaves, key=lambda node: node.order):
+            if node in varying:
+                self._first.setdefault(leaves[node], node)
+
+    def leaf(self, node: Node) -> Expression:
+        """Return the expression of a node as a value that both have."""
+        return Expression("leaf", (), (self.leaves[node],), node)
+
+    def makers(self, expression: Expression) -> list[Node]:
+        """Return the nodes that first compute the shared values in an expression."""
+        leaves = [one for one in parts(expression) if one.operation == "leaf"]
+        return [self._first[one.settings[0]] for one in leaves if one.settings[0] in self._first]
+
+    def scaling(self, top: Node, base: Expression) -> list[Node]:
+        """Return the operations that multiply an expression by a number, inside of a node."""
+        found: list[Node] = []
+        for node in self._inside(top):
+            if node.operation in ("mul", "div", "neg") and split(self(node))[1] == base:
+                found.append(node)
+        return found
+
+    def _inside(self, top: Node) -> Iterator[Node]:
+        """Yield the nodes between a node and the shared values that it is computed from."""
+        seen = {top}
+        waiting = [top]
+        while waiting:
+            node = waiting.pop()
+            yield node
+            if node in self.leaves and node is not top:
+                continue
+            waiting += [operand for operand in node.operands if operand not in seen]
+            seen.update(node.operands)
+
+    def __call__(self, node: Node) -> Expression:
+        """Return the expression of a node over shared values, which stand for themselves."""
+        if node.constant and node not in self.varying and node.value.size:
+            return number(float(node.value.reshape(-1)[0]), node)
+        if node in self.leaves:
+            return self.leaf(node)
+        return self.written(node)
+
+    def written(self, node: Node) -> Expression:
+        """Return the operation of a node, also where its value is shared."""
+        if node not in self._made:
+            # What is far from any shared value is a value by itself.
+            if self._depth == DEEPEST:
+                return Expression("value", (), (node.order,), node)
+            self._depth += 1
+            try:
+                self._made[node] = self._of(node)
+            finally:
+                self._depth -= 1
+        return self._made[node]
+
+    def _of(self, node: Node) -> Expression:
+        if node.operation in ("source", "constant"):
+            return Expression(node.operation, (), (node.name or _contents(node.value),), node)
+        for name, sum_of in (("logsumexp", logsumexp_of), ("softmax", softmax_of)):
+            summed = sum_of(node)
+            if summed is not None:
+                sizes = sizes_over(summed, summed.parameters["axes"])
+                return Expression(name, (self(exponent(summed)),), (sizes,), summed)
+        operands = [self(operand) for operand in node.operands]
+        if node.operation in ("add", "add_any", "sub", "mul", "div") and _moved(node, operands):
+            operands[1] = Expression("moved", (operands[1],), (), node.operands[1])
+        elif node.operation in ("add", "add_any") and _coincide(node, operands):
+            factor, base = split(operands[1])
+            operands[1] = scaled(factor, Expression("other", (base,), (), base.origin))
+        for operand, inner in zip(node.operands, operands, strict=True):
+            # A choice that chooses one side everywhere is that side.
+            if node.operation == "where" and is_same(operand.value, node.value):
+                return inner
+        rule = RULES.get(node.operation)
+        if rule is not None:
+            return rule(node, operands)
+        name = SWAPPED.get(node.operation)
+        if name:
+            return Expression(name, tuple(reversed(operands)), (), node)
+        return contained(node, operands)
+
+
+def _contents(value: np.ndarray) -> str:
+    """Return an array in words: its shape, and its numbers if they are few."""
+    distinct = np.unique(value) if value.dtype.kind in "biuf" else np.zeros(0)
+    shape = "x".join(map(str, value.shape))
+    if len(distinct) > FEW:
+        low, high = distinct[0], distinct[-1]
+        return f"array {shape} from {low:.6g} to {high:.6g}"
+    return f"array {shape} of {' and '.join(f'{float(x):.6g}' for x in distinct)}"
+
+
+def _moved(node: Node, operands: list[Expression]) -> bool:
+    """Whether both operands hold the same numbers in another layout, as `x` and its transpose."""
+    if split(operands[0])[1] != split(operands[1])[1] or operands[0].number is not None:
+        return False
+    first, second = (operand.value for operand in node.operands[:2])
+    if first.shape != second.shape:
+        return True
+    # The same array, perhaps times a number.
+    factor = split(operands[1])[0] / split(operands[0])[0]
+    return not np.allclose(first * factor, second, rtol=1e-9, atol=1e-300)
+
+
+def _coincide(node: Node, operands: list[Expression]) -> bool:
+    """Whether the terms of a sum are two values that happen to be equal, as two losses are."""
+    first, second = split(operands[0])[1], split(operands[1])[1]
+    if first.operation != "leaf" or first != second:
+        return False
+    assert first.origin is not None
+    assert second.origin is not None
+    return moved_from(first.origin) is not moved_from(second.origin)

@@ -1,0 +1,183 @@
+"""Pairs of nodes, one of each run, that may be the same quantity, computed differently."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from flax_attn.parity.trace.align import Alignment
+from flax_attn.parity.trace.patterns import LAYOUT, logsumexp_of, moved_from, summed_in
+from flax_attn.parity.trace.program import Node, Program
+
+# The most operations between values that agree and a value that is replaced.
+DEEPEST = 40
+# The depth of values that both have and JAX or PyTorch computes with: those of PyTorch are tried
+# after those of one side.
+FLAX_SHARED, TORCH_SHARED = 1, 4
+# The most operations of PyTorch that JAX lacks after such a value: after more, what follows may
+# agree by chance, as the norms of two layers that take the same value.
+LACKED = 3
+SKIPPED = frozenset({*LAYOUT, "source", "constant", "element", "slice", "split", "copy"})
+
+
+def candidates(
+    alignment: Alignment, ours: Sequence[Node], theirs: Sequence[Node]
+) -> Iterator[tuple[Node, Node]]:
+    """Yield pairs of nodes that may be the same quantity, those near to agreeing values first."""
+    depths = _depths(ours, alignment.flax) | _depths(theirs, alignment.torch)
+    here = [node for node in ours if _is_candidate(node, depths, alignment.flax.users)]
+    there = [node for node in theirs if _is_candidate(node, depths, alignment.torch.users)]
+    inside = set(depths)
+    # One side may compute more with a value that both have.
+    shared_here = _shared_operands(alignment, ours, alignment.torch_of)
+    shared_here = [node for node in shared_here if _is_alone(alignment, node)]
+    shared_there = _shared_operands(alignment, theirs, alignment.flax_of)
+    depths = dict.fromkeys(shared_there, TORCH_SHARED) | depths
+    depths = dict.fromkeys(shared_here, FLAX_SHARED) | depths
+    here += shared_here
+    there += shared_there
+    both = {*shared_here, *shared_there}
+    quantities = alignment.quantities
+    leaves: dict[Node, set[Any]] = {}
+    for node in [*here, *there]:
+        leaves[node] = {quantities.get(leaf, leaf) for leaf in _leaves(node, inside)}
+    pairs = []
+    for flax in here:
+        for torch in there:
+            if flax.value.size != torch.value.size:
+                continue
+            if not _may_lack(flax, torch, both, leaves, quantities):
+                continue
+            if flax in both and depths[torch] > LACKED:
+                continue
+            # What makes a mask or a table is no value of the run.
+            if (flax in alignment.flax.varying) != (torch in alignment.torch.varying):
+                continue
+            every = leaves[flax] | leaves[torch]
+            common = len(leaves[flax] & leaves[torch]) / max(len(every), 1)
+            pairs.append((depths[flax] + depths[torch], -common, flax.order, flax, torch))
+    pairs.sort(key=lambda pair: pair[:3])
+    for *_, flax, torch in pairs:
+        yield flax, torch
+
+
+def _may_lack(
+    flax: Node,
+    torch: Node,
+    both: Collection[Node],
+    leaves: Mapping[Node, set[Any]],
+    quantities: Mapping[Node, int],
+) -> bool:
+    """Whether one of two nodes is computed from the other, if that is a value that both have."""
+    if flax in both:
+        return torch not in both and quantities[flax] in leaves[torch]
+    return torch not in both or quantities[torch] in leaves[flax]
+
+
+def _shared_operands(
+    alignment: Alignment,
+    nodes: Sequence[Node],
+    matched: Mapping[Node, Sequence[Node]],
+) -> list[Node]:
+    """Return the values that both have and one side computes with."""
+    found: dict[Node, None] = {}
+    for node in nodes:
+        for operand in map(_untransposed, node.operands):
+            shared = operand in matched and operand.operation not in SKIPPED
+            if shared and operand.floating and alignment.numbers(operand).telling:
+                found[operand] = None
+    return list(found)
+
+
+def _untransposed(node: Node) -> Node:
+    """Return what a node has in another order of axes, none of them split or joined."""
+    origin = moved_from(node)
+    sizes = [sorted(np.squeeze(x.value).shape) for x in (node, origin)]
+    return origin if node.operation in LAYOUT and sizes[0] == sizes[1] else node
+
+
+def _is_alone(alignment: Alignment, node: Node) -> bool:
+    """Whether no other value of JAX happens to be equal, so that it is known which is meant."""
+    equal: set[Node] = set()
+    for other in alignment.torch_of[node]:
+        equal.update(alignment.flax_of[other])
+    return len({moved_from(one) for one in equal}) == 1
+
+
+def _leaves(node: Node, inside: Collection[Node]) -> set[Node]:
+    """Return the values that agree from which a node is computed."""
+    found: set[Node] = set()
+    waiting = [node]
+    seen: set[Node] = set()
+    while waiting:
+        for operand in waiting.pop().operands:
+            if operand not in inside:
+                found.add(operand)
+            elif operand not in seen:
+                seen.add(operand)
+                waiting.append(operand)
+    return found
+
+
+def _is_shift(node: Node, users: Mapping[Node, Sequence[Node]]) -> bool:
+    """Whether a value is only subtracted in an `exp`, as a softmax does, which changes nothing."""
+    for user in users[node]:
+        moved = user.operation in LAYOUT or user.operation == "max"
+        if moved and _is_shift(user, users):
+            continue
+        shifted = user.operation == "sub" and user.operands[1] is node
+        if not shifted or any(after.operation != "exp" for after in users[user]):
+            return False
+    return bool(users[node])
+
+
+def _is_in_softmax(node: Node, users: Mapping[Node, Sequence[Node]]) -> bool:
+    """Whether a value is a step of a softmax before its end, or of several that divide by a sum."""
+    after = list(beyond_layout(node, users))
+    if node.operation == "exp":
+        summed = [user for user in after if user.operation == "sum"]
+        divided = [user for user in after if user.operation == "div" and user not in summed]
+        whole = len(summed) == 1 and len(summed) + len(divided) == len(after)
+        return whole and all(_is_in_softmax(one, users) for one in summed)
+    if node.operation == "sum":
+        return bool(after) and all(_ends_sum(user) for user in after)
+    if node.operation == "log":
+        return summed_in(node) is not None and any(map(logsumexp_of, after))
+    shifts = node.operation == "sub" and _is_shift(node.operands[1], users)
+    return shifts and all(_is_in_softmax(user, users) for user in after)
+
+
+def _ends_sum(user: Node) -> bool:
+    return user.operation == "div" or summed_in(user) is not None
+
+
+def beyond_layout(node: Node, users: Mapping[Node, Sequence[Node]]) -> Iterator[Node]:
+    """Yield what computes with a node, in whatever layout."""
+    for user in users[node]:
+        if user.operation in LAYOUT:
+            yield from beyond_layout(user, users)
+        else:
+            yield user
+
+
+def _is_candidate(
+    node: Node, depths: dict[Node, int], users: Mapping[Node, Sequence[Node]]
+) -> bool:
+    shown = node.operation not in SKIPPED or not any(x in depths for x in node.operands)
+    if not (node.floating and shown and node.operands and depths[node] <= DEEPEST):
+        return False
+    return not (_is_shift(node, users) or _is_in_softmax(node, users))
+
+
+def _depths(nodes: Sequence[Node], program: Program) -> dict[Node, int]:
+    """Return how many operations lie between values that agree and each node."""
+    found: dict[Node, int] = {}
+    for node in nodes:
+        inner = [found[operand] for operand in node.operands if operand in found]
+        # What makes a mask or a table is one step, however long it is.
+        moves = node.operation in LAYOUT or node not in program.varying
+        own = 0 if moves or _is_in_softmax(node, program.users) else 1
+        found[node] = max(inner, default=0) + own
+    return found

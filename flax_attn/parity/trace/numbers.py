@@ -1,0 +1,151 @@
+"""The numbers of an array without their order, and arrays that hold the same."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import islice
+
+import numpy as np
+
+from flax_attn.parity.trace.layouts import laid_out
+
+# Relative to the size of an array: far below any difference that matters, and above the rounding of
+# a deep network in float64.
+SAME = 1e-11
+# A number this large hides a score, as infinity does.
+HIDING = 1e8
+# A moment of n rounded numbers is that exact.
+CLOSE = 1e-9
+# The layouts of an array that are tried.
+LAYOUTS = 24
+# The sorted numbers that are kept: 256 MiB.
+ROOM = 2**25
+
+
+class Sorted:
+    """Sorted numbers of arrays: those that were used last are kept, the others sorted again.
+
+    Args:
+        room: largest count of numbers that are kept; those of one array are kept whatever it is.
+    """
+
+    def __init__(self, room: int = ROOM):
+        self.room = room
+        self.size = 0
+        self._kept: dict[Numbers, np.ndarray] = {}
+
+    def of(self, numbers: Numbers) -> np.ndarray:
+        """Return the numbers of an array that hide nothing, in order."""
+        found = self._kept.pop(numbers, None)
+        if found is None:
+            found = np.sort(_shown(numbers.array))
+            self.size += found.size
+        # The last of the keys is the one that was used last.
+        self._kept[numbers] = found
+        while self.size > self.room and len(self._kept) > 1:
+            oldest = next(iter(self._kept))
+            self.size -= self._kept.pop(oldest).size
+        return found
+
+
+def _shown(array: np.ndarray) -> np.ndarray:
+    """Return the numbers of an array that hide nothing."""
+    flat = flattened(array)
+    with np.errstate(invalid="ignore"):
+        return flat[np.abs(flat) < HIDING]
+
+
+@dataclass(eq=False)
+class Numbers:
+    """The numbers of an array without their order.
+
+    Args:
+        array: any array.
+        kept: where its sorted numbers are kept.
+    """
+
+    array: np.ndarray
+    kept: Sorted = field(default_factory=Sorted)
+
+    @property
+    def sorted(self) -> np.ndarray:
+        """The numbers that hide nothing, in order."""
+        return self.kept.of(self)
+
+    @cached_property
+    def scale(self) -> float:
+        """The mean absolute value."""
+        shown = _shown(self.array)
+        return float(np.abs(shown).mean()) if shown.size else 0.0
+
+    @cached_property
+    def features(self) -> np.ndarray:
+        """Moments that do not change if all numbers are repeated equally often."""
+        x = self.sorted
+        if not x.size or not self.scale:
+            return np.zeros(5)
+        unit = x / self.scale
+        hidden = 1 - x.size / max(self.array.size, 1)
+        cubes = (unit**3).mean()
+        return np.array([self.scale, unit.mean(), (unit**2).mean(), cubes, hidden])
+
+    @cached_property
+    def telling(self) -> bool:
+        """Whether equal numbers are the same quantity: they are many, or at least not all alike."""
+        x = self.sorted
+        if self.array.dtype.kind not in "fc" or not x.size:
+            return False
+        # A number of many digits is not the same by chance.
+        if x.size == 1:
+            return bool(float(f"{x[0]:.6g}") != x[0])
+        distinct = 1 + np.count_nonzero(np.diff(x) > SAME * (self.scale or 1))
+        return bool(distinct > 4 or (distinct > 1 and distinct == x.size))
+
+    def equals(self, other: Numbers) -> bool:
+        """Whether both hold the same numbers, each perhaps repeated."""
+        if not np.allclose(self.features, other.features, rtol=CLOSE, atol=CLOSE):
+            return False
+        few, many = sorted((self.sorted, other.sorted), key=len)
+        if not len(few) or len(many) % len(few):
+            return not len(many)
+        every = many[:: len(many) // len(few)]
+        return bool((np.abs(every - few) <= SAME * max(self.scale, other.scale)).all())
+
+
+def same_array(one: np.ndarray, other: np.ndarray) -> bool:
+    """Whether two arrays hold the same numbers at the same places, except for axes of size 1."""
+    if one.size != other.size:
+        return False
+    first, second = np.squeeze(one), np.squeeze(other)
+    if first.shape != second.shape:
+        return False
+    if first.dtype.kind not in "fc":
+        return bool((first == second).all())
+    scale = max(Numbers(first).scale, Numbers(second).scale)
+    return _close(first, second, scale)
+
+
+def is_laid_out(ours: np.ndarray, theirs: np.ndarray) -> bool:
+    """Whether an array is another in a layout; where one repeats numbers, no order is known."""
+    if ours.size != theirs.size:
+        return True
+    layouts = islice(laid_out(theirs, ours.shape), LAYOUTS)
+    return any(same_array(ours, value) for value in layouts)
+
+
+def _close(first: np.ndarray, second: np.ndarray, scale: float) -> bool:
+    with np.errstate(invalid="ignore"):
+        hidden = (np.abs(first) >= HIDING) | ~np.isfinite(first)
+        other_hidden = (np.abs(second) >= HIDING) | ~np.isfinite(second)
+        if (hidden != other_hidden).any():
+            return False
+        apart = np.abs(np.where(hidden, 0, first) - np.where(hidden, 0, second))
+    return bool((apart <= SAME * max(scale, 1e-300)).all())
+
+
+def flattened(array: np.ndarray) -> np.ndarray:
+    """Return the numbers of an array, of complex ones the real and the imaginary parts."""
+    if np.iscomplexobj(array):
+        array = np.stack([np.real(array), np.imag(array)])
+    return np.asarray(array, np.float64).reshape(-1)

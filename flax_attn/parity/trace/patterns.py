@@ -1,0 +1,75 @@
+"""What a node moves, and the softmax and logsumexp in a graph."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from flax_attn.parity.trace.program import Node
+
+LAYOUT = frozenset(
+    {"transpose", "reshape", "broadcast", "squeeze", "expand_dims", "view", "detach"}
+    | {"stop_gradient"}
+)
+
+
+def logsumexp_of(node: Node) -> Node | None:
+    """Return the sum of a `logsumexp`, which adds what its exponents lack; else None."""
+    if node.operation != "add" or len(node.operands) != 2:
+        return None
+    for log, shift in (node.operands, node.operands[::-1]):
+        summed = summed_in(moved_from(log))
+        if summed is None:
+            continue
+        difference = moved_from(moved_from(summed.operands[0]).operands[0])
+        if difference.operation == "sub" and _shifts_by(difference, shift):
+            return summed
+    return None
+
+
+def summed_in(log: Node) -> Node | None:
+    """Return the sum of exponentials of which a node is the logarithm; None if it is not."""
+    if log.operation != "log":
+        return None
+    summed = moved_from(log.operands[0])
+    is_sum = summed.operation == "sum" and moved_from(summed.operands[0]).operation == "exp"
+    return summed if is_sum else None
+
+
+def _shifts_by(difference: Node, shift: Node) -> bool:
+    return moved_from(difference.operands[1]) is moved_from(shift)
+
+
+def softmax_of(node: Node) -> Node | None:
+    """Return the sum of a softmax, which divides exponentials by it; None if a node is none."""
+    if node.operation != "div":
+        return None
+    exponential, summed = map(moved_from, node.operands)
+    divides = exponential.operation == "exp" and summed.operation == "sum"
+    return summed if divides and moved_from(summed.operands[0]) is exponential else None
+
+
+def exponent(summed: Node) -> Node:
+    """Return the argument of a softmax or `logsumexp`, without the maximum that is taken off."""
+    x = moved_from(summed.operands[0]).operands[0]
+    difference = moved_from(x)
+    if difference.operation != "sub":
+        return x
+    largest = moved_from(difference.operands[1])
+    return difference.operands[0] if largest.operation == "amax" else x
+
+
+def is_same(one: np.ndarray, other: np.ndarray) -> bool:
+    """Whether two arrays are the same in all but their memory."""
+    return one.shape == other.shape and one.dtype == other.dtype and bool((one == other).all())
+
+
+def moved_from(node: Node) -> Node:
+    """Return what a node lays out otherwise, rounds, or returns unchanged."""
+    while node.operands:
+        first = node.operands[0]
+        moves = node.operation in LAYOUT or node.operation == "cast"
+        same = [x for x in node.operands if (moves and x is first) or is_same(x.value, node.value)]
+        if not same:
+            break
+        node = same[0]
+    return node
