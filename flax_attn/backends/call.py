@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from numbers import Real
 from typing import Any, ClassVar, NamedTuple
@@ -132,6 +132,13 @@ class Call:
         captured = () if self.score is None else self.score.floats
         return Floats(self.query, self.key, self.value, self.bias, self.sinks, scale, captured)
 
+    def without_nonfinite_sinks(self) -> Call:
+        """Return the call with NaN as the queries of heads whose sink is NaN or infinity."""
+        if self.sinks is None:
+            return self
+        query, sinks = without_nonfinite_sinks(self.query, self.sinks)
+        return replace(self, query=query, sinks=sinks)
+
     def cotangent(self, gradients: Floats) -> Call:
         """Return gradients as a call, in the dtypes of its arrays; None where there is none."""
 
@@ -230,7 +237,6 @@ def prepare(
     if sinks is not None:
         sinks = as_argument("sinks", sinks)
         check_sinks(query.shape[2], sinks.shape, sinks.dtype.name)
-        query, sinks = without_nonfinite_sinks(query, sinks)
     return Call(
         query, key, value, bias, mask, scale, soft_cap, sinks, dropout, precision, platform, traced
     )

@@ -27,6 +27,7 @@ Levels = tuple[tuple[int | None, ...], ...]
 
 def attend(backend: Backend, call: Call) -> Array:
     """Return what a backend computes for a call, differentiable in reverse and in forward mode."""
+    call = call if backend.any_sinks else call.without_nonfinite_sinks()
     return backend.attend(call) if backend.every_mode else _attend(backend, call)
 
 
@@ -63,7 +64,7 @@ def _by_formula(*leaves: Any, structure: Any) -> Array:
     _, _, call, changes = structure.unflatten(leaves)
 
     def formula(floats: Floats) -> Array:
-        return with_weights(_with(call, floats))[0]
+        return with_weights(_with(call, floats).without_nonfinite_sinks())[0]
 
     return jax.jvp(formula, (_floats(call),), (changes,))[1]
 

@@ -14,6 +14,7 @@ call has:
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -25,7 +26,14 @@ from jaxtyping import Array, Float
 
 from flax_attn.backends.blocked.slices import add, put
 from flax_attn.backends.blocked.spans import Division, Span, divided
-from flax_attn.backends.blocked.wide_tile import Rows, TileSoftmax, WideTile, prepared
+from flax_attn.backends.blocked.wide_tile import (
+    Place,
+    Prepared,
+    Rows,
+    TileSoftmax,
+    WideTile,
+    prepared,
+)
 from flax_attn.backends.call import Call, Floats
 from flax_attn.backends.softmax import Softmax
 from flax_attn.backends.tile import score_gradients
@@ -63,15 +71,16 @@ attend_batched = jax.jit(_attend, inline=True)
 def forward_batched(call: Call, dtype: jnp.dtype) -> Softmax:
     """Return the output `(b, t, n, v)` in a dtype, and the softmax's maxima and sums."""
     found = _over_tiles(call, partial(_softmax, dtype))
-    top, total = (rearrange(x, "b t n 1 -> b n t 1") for x in (found.top, found.total))
+    top = rearrange(found.top, "b t n 1 -> b n t 1")
+    total = rearrange(found.total, "b t n 1 -> b n t 1")
     return Softmax(found.output, top, total)
 
 
 def backward_batched(call: Call, saved: Softmax, cotangent: Array) -> Floats:
     """Return the gradients, where the keys may be a part of those that `saved` is over."""
     rows = _rows(call, saved.output, cotangent)
-    k = call.key.shape[2]
-    top, total = (rearrange(x, "b (k g) t 1 -> b k t g 1", k=k) for x in (saved.top, saved.total))
+    grouped = partial(rearrange, pattern="b (k g) t 1 -> b k t g 1", k=call.key.shape[2])
+    top, total = grouped(saved.top), grouped(saved.total)
     return _gradients(call, rows._replace(top=top, share=_share(total)))
 
 
@@ -80,21 +89,16 @@ def _over_tiles(call: Call, in_tile: Callable[[WideTile], Any]) -> Any:
     arrays = prepared(call)
     division = divided(call, FORWARD, UNROLLED)
 
-    def in_span(nan: Array, part: Index | int, span: Span) -> tuple[Array, Any]:
-        def step(nan: Array, i: Index | int) -> tuple[Array, Any]:
-            own = arrays._replace(key_nan=nan)
-            found = in_tile(WideTile.of(own, division, part, span, i))
-            # One tile after the other, since there is memory for one.
-            return lax.optimization_barrier((nan, found))
+    def step(nan: Array, place: Place) -> tuple[Array, Any]:
+        tile = WideTile.of(arrays._replace(key_nan=nan), division, place)
+        # One tile after the other, since there is memory for one.
+        return lax.optimization_barrier((nan, in_tile(tile)))
 
-        nan, found = _scan(division, span.count, step, nan)
-        return nan, _join_tiles(found)
-
-    _, found = _over_spans(division, in_span, arrays.key_nan)
+    _, found = _over_spans(division, partial(_over_span, division, step), arrays.key_nan)
     return found
 
 
-def _output(tile: WideTile) -> Float[Array, "b t n v"]:
+def _output(tile: WideTile) -> Float[Array, "b k t g v"]:
     masked, _ = tile.scores()
     return _applied(tile, tile.softmax(masked)).astype(tile.call.query.dtype)
 
@@ -102,50 +106,69 @@ def _output(tile: WideTile) -> Float[Array, "b t n v"]:
 def _softmax(dtype: jnp.dtype, tile: WideTile) -> Softmax:
     masked, _ = tile.scores()
     found = tile.softmax(masked)
-    top, total = (rearrange(x, "b k t g 1 -> b t (k g) 1") for x in (found.top, found.total))
-    return Softmax(_applied(tile, found).astype(dtype), top, total)
+    return Softmax(_applied(tile, found).astype(dtype), found.top, found.total)
 
 
-def _applied(tile: WideTile, found: TileSoftmax) -> Float[Array, "b t n v"]:
-    factors = tile.dropout_factors()
-    weights = found.weights if factors is None else found.weights * factors
+def _applied(tile: WideTile, found: TileSoftmax) -> Float[Array, "b k t g v"]:
+    weights = _times(found.weights, tile.dropout_factors())
     return tile.of_keys(weights, tile.arrays.value)
 
 
+def _times(x: Array, factors: Array | None) -> Array:
+    return x if factors is None else x.astype(factors.dtype) * factors
+
+
 def _gradients(call: Call, rows: Rows) -> Floats:
-    # Else XLA would keep what forward computed of every tile, for all of them at once.
-    call, rows = lax.optimization_barrier((call, rows))
-    dtype = accumulation_dtype(call.query.dtype)
-    arrays = prepared(call)
-    division = divided(call, BACKWARD, UNROLLED)
-
-    def in_span(sums: Floats, part: Index | int, span: Span) -> tuple[Floats, Any]:
-        def step(sums: Floats, i: Index | int) -> tuple[Floats, Array]:
-            tile = WideTile.of(arrays, division, part, span, i)
-            query, sums = _backward_tile(tile, tile.rows(rows), sums)
-            return lax.optimization_barrier((sums, query))
-
-        # The loop adds up the gradients of its own keys, which a product can do by itself.
-        first = WideTile.of(arrays, division, part, span, 0)
-        key, value = first.take_keys(sums.key), first.take_keys(sums.value)
-        found, query = _scan(division, span.count, step, sums._replace(key=key, value=value))
-        key, value = (
-            put(x, own, first.key_start)
-            for x, own in ((sums.key, found.key), (sums.value, found.value))
-        )
-        return found._replace(key=key, value=value), _join_tiles(query)
-
-    shared = call.floats._replace(key=arrays.key, value=arrays.value)
-    if not isinstance(call.scale, jax.Array):
-        shared = shared._replace(scale=None)
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, dtype), shared)
-    sums, query = _over_spans(division, in_span, zeros._replace(query=None))
+    # Else XLA would keep what forward computed of every tile, for all of them at once. A tile reads
+    # its queries twice, and takes them out of each array by a product itself.
+    key, value, again = lax.optimization_barrier(
+        (call.key, call.value, (call.query, rows.cotangent))
+    )
+    call, rows = replace(call, key=key, value=value), rows._replace(again=again)
+    one = _BackwardPass(prepared(call), rows, divided(call, BACKWARD, UNROLLED))
+    sums, _ = _over_spans(one.division, one.in_span, one.zeros())
     d_key, d_value = (rearrange(x, "b k s h -> b s k h") for x in (sums.key, sums.value))
     return sums._replace(
-        query=_where_finite(call.query, query),
+        query=_where_finite(call.query, sums.query),
         key=_where_finite(call.key, d_key * call.scale),
         value=_where_finite(call.value, d_value),
     )
+
+
+@dataclass(frozen=True)
+class _BackwardPass:
+    arrays: Prepared
+    rows: Rows
+    division: Division
+
+    def zeros(self) -> Floats:
+        # The gradients that tiles add to, with keys and values as tiles have them, and that of the
+        # queries, of which each tile writes its own.
+        call = self.arrays.call
+        dtype = accumulation_dtype(call.query.dtype)
+        shared = call.floats._replace(query=None, key=self.arrays.key, value=self.arrays.value)
+        if not isinstance(call.scale, jax.Array):
+            shared = shared._replace(scale=None)
+        sums = jax.tree.map(lambda x: jnp.zeros(x.shape, dtype), shared)
+        return sums._replace(query=jnp.zeros_like(call.query))
+
+    def in_span(self, sums: Floats, part: Index | int, span: Span) -> tuple[Floats, None]:
+        # The loop adds up the gradients of its own keys, which a product can do by itself.
+        first = self.tile(Place(part, span, 0))
+        key, value = first.take_keys(sums.key), first.take_keys(sums.value)
+        own = sums._replace(key=key, value=value)
+        found, _ = _over_span(self.division, self.step, own, part, span)
+        key = put(sums.key, found.key, first.key_start)
+        value = put(sums.value, found.value, first.key_start)
+        return found._replace(key=key, value=value), None
+
+    def tile(self, place: Place) -> WideTile:
+        return WideTile.of(self.arrays, self.division, place)
+
+    def step(self, sums: Floats, place: Place) -> tuple[Floats, None]:
+        tile = self.tile(place)
+        found = _backward_tile(tile, tile.rows(self.rows), sums)
+        return lax.optimization_barrier(found), None
 
 
 def _rows(call: Call, output: Array, cotangent: Array) -> Rows:
@@ -159,10 +182,40 @@ def _share(total: Array) -> Array:
     return jnp.where(empty, 0, 1 / jnp.where(empty, 1, total))
 
 
-def _backward_tile(tile: WideTile, rows: Rows, sums: Floats) -> tuple[Array, Floats]:
-    # The gradient of its queries, and the sums with those of all else.
-    call, arrays = tile.call, tile.arrays
+def _backward_tile(tile: WideTile, rows: Rows, sums: Floats) -> Floats:
+    # The sums with the gradients of a tile.
+    call = tile.call
     masked, capped = tile.scores()
+    weights, top, share = _weights(tile, rows, masked)
+    factors = tile.dropout_factors()
+    query, cotangent = rows.again
+    d_value = sums.value + tile.of_queries(_times(weights, factors), cotangent)
+    # Then the weights are read for the gradient of the scores alone, which takes their memory.
+    d_value, weights, value = lax.optimization_barrier((d_value, weights, tile.arrays.value))
+    d_weights = _times(tile.with_keys(rows.cotangent, value), factors)
+    found = score_gradients(
+        weights.astype(d_weights.dtype),
+        d_weights,
+        rows.delta,
+        capped,
+        call.soft_cap,
+        pull=None if call.score is None else tile.pull,
+    )
+    d_scores = lax.optimization_barrier(found.scores.astype(call.query.dtype))
+    d_query = tile.of_keys(d_scores, tile.arrays.key)
+    return Floats(
+        query=put(sums.query, tile.tokens_first(d_query * call.scale), tile.query_start),
+        key=sums.key + tile.of_queries(d_scores, tile.clean(query)),
+        value=d_value,
+        bias=_with_bias(sums.bias, tile, found.scores),
+        sinks=_with_sinks(sums.sinks, tile, top, share * rows.delta),
+        scale=_with_scale(sums.scale, tile.clean(query), d_query),
+        captured=tuple(map(_add, sums.captured, found.captured)),
+    )
+
+
+def _weights(tile: WideTile, rows: Rows, masked: Array) -> tuple[Array, Array, Array]:
+    # The weights in the dtype of products, and the maximum and one over the sum of each row.
     top, share = rows.top, rows.share
     if top is None or share is None:
         weights, top, total = tile.softmax(masked)
@@ -171,28 +224,12 @@ def _backward_tile(tile: WideTile, rows: Rows, sums: Floats) -> tuple[Array, Flo
         weights = jnp.exp(masked - top) * share
     # Zero where hidden, also in a row that is NaN.
     weights = jnp.where(masked == -jnp.inf, 0, weights)
-    # Kept in the dtype of the products, so that the scores need no memory beyond this.
-    weights = lax.optimization_barrier(weights.astype(call.query.dtype))
-    d_weights = tile.with_keys(rows.cotangent, arrays.value)
-    weights = weights.astype(d_weights.dtype)
-    factors = tile.dropout_factors()
-    dropped = weights
-    if factors is not None:
-        dropped, d_weights = weights * factors, d_weights * factors
-    pull = None if call.score is None else tile.pull
-    found = score_gradients(weights, d_weights, rows.delta, capped, call.soft_cap, pull)
-    d_scores = lax.optimization_barrier(found.scores.astype(call.query.dtype))
-    d_query = tile.of_keys(d_scores, arrays.key)
-    pairs = zip(sums.captured, found.captured, strict=True)
-    gradients = sums._replace(
-        key=sums.key + tile.of_queries(d_scores, tile.clean_query()),
-        value=sums.value + tile.of_queries(dropped, rows.cotangent),
-        bias=_with_bias(sums.bias, tile, found.scores),
-        sinks=_with_sinks(sums.sinks, tile, top, share * rows.delta),
-        scale=_with_scale(sums.scale, tile.clean_query(), d_query),
-        captured=tuple(total + d.astype(total.dtype) for total, d in pairs),
-    )
-    return (d_query * call.scale).astype(call.query.dtype), gradients
+    # In this dtype the scores need no memory beyond this.
+    return lax.optimization_barrier(weights.astype(tile.call.query.dtype)), top, share
+
+
+def _add(total: Array, part: Array) -> Array:
+    return total + part.astype(total.dtype)
 
 
 def _with_bias(bias: Array | None, tile: WideTile, d_scores: Array) -> Array | None:
@@ -206,8 +243,8 @@ def _with_bias(bias: Array | None, tile: WideTile, d_scores: Array) -> Array | N
 def _with_scale(scale: Array | None, query: Array, d_query: Array) -> Array | None:
     if scale is None:
         return None
-    query = rearrange(query, "b t k g h -> b t (k g) h").astype(d_query.dtype)
-    return scale + (d_query * query).sum()
+    query = rearrange(query, "b t k g h -> b k t g h")
+    return scale + (d_query * query.astype(d_query.dtype)).sum()
 
 
 def _with_sinks(sums: Array | None, tile: WideTile, top: Array, shares: Array) -> Array | None:
@@ -233,10 +270,26 @@ def _over_spans(
         for span in division.spans:
             carry, found = in_span(carry, part, span)
             pieces.append(found)
-        return carry, jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), *pieces)
+        return carry, jax.tree.map(lambda *x: jnp.concatenate(x, axis=2), *pieces)
 
     carry, parts = _scan(division, division.parts, in_part, carry)
     return carry, jax.tree.map(partial(_join_parts, division), parts)
+
+
+def _over_span(
+    division: Division,
+    step: Callable[[Any, Place], tuple],
+    carry: Any,
+    part: Index | int,
+    span: Span,
+) -> tuple[Any, Any]:
+    """Return `carry` after the tiles of a span, and what was found in them, `(b, k, t, g, _)`."""
+
+    def one(carry: Any, i: Index | int) -> tuple[Any, Any]:
+        return step(carry, Place(part, span, i))
+
+    carry, tiles = _scan(division, span.count, one, carry)
+    return carry, jax.tree.map(lambda x: rearrange(x, "i b k t g w -> b k (i t) g w"), tiles)
 
 
 def _scan(
@@ -252,13 +305,10 @@ def _scan(
     return carry, jax.tree.map(lambda *x: jnp.stack(x), *every)
 
 
-def _join_tiles(tiles: Any) -> Any:
-    return jax.tree.map(lambda x: rearrange(x, "i b t n w -> b (i t) n w"), tiles)
-
-
-def _join_parts(division: Division, parts: Float[Array, "i b t n w"]) -> Array:
+def _join_parts(division: Division, parts: Float[Array, "i b k t g w"]) -> Array:
     # A part is some rows of the batch whole, or some heads of one row.
-    return rearrange(parts, "(p j) b t n w -> (p b) t (j n) w", j=division.head_parts)
+    axes = "(p j) b k t g w -> (p b) t (j k g) w"
+    return rearrange(parts, axes, j=division.head_parts)
 
 
 def batched_memory(call: Call) -> int:

@@ -131,9 +131,9 @@ def _span(keys: _SeenKeys, row: int, rows: int, count: int) -> Span:
 
 
 def _rows(cols: int, most: int) -> int:
-    # Multiples of half a unit, or few queries over very many keys.
-    fits, half = most // max(cols, 1), UNIT // 2
-    return fits - fits % half if fits >= half else max(fits - fits % 8, 8)
+    # Multiples of a quarter of a unit, or few queries over very many keys.
+    fits, quarter = most // max(cols, 1), UNIT // 4
+    return fits - fits % quarter if fits >= quarter else max(fits - fits % 8, 8)
 
 
 def _power_of_two(size: int, unit: int) -> int:

@@ -85,12 +85,14 @@ class Rows(NamedTuple):
         delta: sum of the output times its gradient, `(b, k, t, g, 1)`.
         top: maximum of the softmax over all keys, likewise; None where a tile has all of them.
         share: one over its sum, or None.
+        again: query and gradient of the output, for the sums over queries.
     """
 
     cotangent: Array
     delta: Array
     top: Array | None = None
     share: Array | None = None
+    again: tuple[Array, Array] | None = None
 
 
 class TileSoftmax(NamedTuple):
@@ -105,6 +107,14 @@ class TileSoftmax(NamedTuple):
     weights: GroupedScores
     top: Array
     total: Array
+
+
+class Place(NamedTuple):
+    """Tile `i` of a span of a part."""
+
+    part: Index | int
+    span: Span
+    i: Index | int
 
 
 @dataclass(frozen=True)
@@ -122,34 +132,17 @@ class WideTile:
     group: int
 
     @staticmethod
-    def of(
-        arrays: Prepared, division: Division, part: Index | int, span: Span, i: Index | int
-    ) -> WideTile:
-        """Return tile `i` of a span of a part."""
+    def of(arrays: Prepared, division: Division, place: Place) -> WideTile:
+        """Return the tile at a place."""
+        part, span, i = place
         call = arrays.call
         group = call.query.shape[2] // call.key.shape[2]
         b = part // division.head_parts * division.batch
         k = part % division.head_parts * division.heads
         row = span.row + i * span.rows
-        heads = division.batch, division.heads
-
-        def keys(x: Array) -> Array:
-            return take(x, (b, k, span.col, 0), (*heads, span.cols, x.shape[3]))
-
-        width = arrays.query.shape[3]
-        shape = division.batch, span.rows, division.heads * group, width
-        query = take(arrays.query, (b, row, k * group, 0), shape)
-        own = Prepared(
-            call=call,
-            query=rearrange(query, "b t (k g) h -> b t k g h", g=group),
-            key=keys(arrays.key),
-            value=keys(arrays.value),
-            query_nan=take(arrays.query_nan, (b, k, row, 0, 0), (*heads, span.rows, group, 1)),
-            key_nan=take(arrays.key_nan, (b, k, 0, 0, span.col), (*heads, 1, 1, span.cols)),
-            rows=take(arrays.rows, (row,), (span.rows,)),
-            cols=take(arrays.cols, (span.col,), (span.cols,)),
-        )
-        return WideTile(own, (b, k * group, row, span.col), group)
+        first = b, k * group, row, span.col
+        sizes = division.batch, division.heads * group, span.rows, span.cols
+        return WideTile(_part(arrays, first, sizes, group), first, group)
 
     @property
     def call(self) -> Call:
@@ -162,28 +155,31 @@ class WideTile:
         b, t, k, g, _ = self.arrays.query.shape
         return b, k * g, t, self.arrays.key.shape[2]
 
-    def clean_query(self) -> Float[Array, "b t k g h"]:
-        """Return the queries with zeros for those that are not finite."""
+    def clean(self, query: Float[Array, "b t k g h"]) -> Float[Array, "b t k g h"]:
+        """Return queries with zeros for those that are not finite."""
         finite = rearrange(self.arrays.query_nan == 0, "b k t g 1 -> b t k g 1")
-        return jnp.where(finite, self.arrays.query, 0)
+        return jnp.where(finite, query, 0)
 
     def rows(self, all_rows: Rows) -> Rows:
         """Return the rows of its queries."""
+        return Rows(
+            cotangent=self._own_queries(all_rows.cotangent),
+            delta=self._own_rows(all_rows.delta),
+            top=None if all_rows.top is None else self._own_rows(all_rows.top),
+            share=None if all_rows.share is None else self._own_rows(all_rows.share),
+            again=jax.tree.map(self._own_queries, all_rows.again),
+        )
+
+    def _own_queries(self, x: Float[Array, "b t n w"]) -> Float[Array, "b t k g w"]:
+        b, n, t, _ = self.shape
+        own = take(x, self.query_start, (b, t, n, x.shape[3]))
+        return rearrange(own, "b t (k g) w -> b t k g w", g=self.group)
+
+    def _own_rows(self, x: Float[Array, "b k t g 1"]) -> Float[Array, "b k t g 1"]:
         b, n, row, _ = self.first
         rows, heads, t, _ = self.shape
-        shape = rows, t, heads, all_rows.cotangent.shape[3]
-        cotangent = take(all_rows.cotangent, self.query_start, shape)
-
-        def own(x: Array | None) -> Array | None:
-            at = b, n // self.group, row, 0, 0
-            return None if x is None else take(x, at, (rows, heads // self.group, t, self.group, 1))
-
-        return Rows(
-            cotangent=rearrange(cotangent, "b t (k g) v -> b t k g v", g=self.group),
-            delta=jnp.asarray(own(all_rows.delta)),
-            top=own(all_rows.top),
-            share=own(all_rows.share),
-        )
+        shape = rows, heads // self.group, t, self.group, 1
+        return take(x, (b, n // self.group, row, 0, 0), shape)
 
     def take_keys(self, x: Array) -> Array:
         """Return the keys of an array `(b, k, s, _)`."""
@@ -253,14 +249,17 @@ class WideTile:
         """Return the products of each query with each key."""
         return self._product("b t k g w, b k s w -> b k t g s", queries, keys)
 
-    def of_keys(self, weights: GroupedScores, keys: Array) -> Float[Array, "b t n w"]:
+    def of_keys(self, weights: GroupedScores, keys: Array) -> Float[Array, "b k t g w"]:
         """Return the sums over the keys."""
-        found = self._product("b k t g s, b k s w -> b t k g w", weights, keys)
-        return rearrange(found, "b t k g w -> b t (k g) w")
+        return self._product("b k t g s, b k s w -> b k t g w", weights, keys)
 
     def of_queries(self, weights: GroupedScores, queries: Array) -> Float[Array, "b k s w"]:
         """Return the sums over the queries of the heads that share a key/value head."""
         return self._product("b k t g s, b t k g w -> b k s w", weights, queries)
+
+    def tokens_first(self, x: Float[Array, "b k t g w"]) -> Float[Array, "b t n w"]:
+        """Return numbers of its queries as a call has them."""
+        return rearrange(x, "b k t g w -> b t (k g) w")
 
     def ungrouped(self, x: GroupedScores) -> Float[Array, "b n t s"]:
         """Return scores as a call has them."""
@@ -326,3 +325,27 @@ class WideTile:
         # An array `(#b, #n, #t, #s)`, whose axis of heads may serve all.
         group = 1 if x.shape[1] == 1 else self.group
         return rearrange(x, "b (k g) t s -> b k t g s", g=group)
+
+
+def _part(
+    arrays: Prepared, first: tuple[Index | int, ...], sizes: tuple[int, ...], group: int
+) -> Prepared:
+    # The arrays of `sizes` rows, query heads, queries and keys from `first` on.
+    b, n, row, col = first
+    rows, heads, t, s = sizes
+    k, shared = n // group, heads // group
+
+    def keys(x: Array) -> Array:
+        return take(x, (b, k, col, 0), (rows, shared, s, x.shape[3]))
+
+    query = take(arrays.query, (b, row, n, 0), (rows, t, heads, arrays.query.shape[3]))
+    return Prepared(
+        call=arrays.call,
+        query=rearrange(query, "b t (k g) h -> b t k g h", g=group),
+        key=keys(arrays.key),
+        value=keys(arrays.value),
+        query_nan=take(arrays.query_nan, (b, k, row, 0, 0), (rows, shared, t, group, 1)),
+        key_nan=take(arrays.key_nan, (b, k, 0, 0, col), (rows, shared, 1, 1, s)),
+        rows=take(arrays.rows, (row,), (t,)),
+        cols=take(arrays.cols, (col,), (s,)),
+    )

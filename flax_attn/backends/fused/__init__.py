@@ -60,6 +60,7 @@ class Fused(Backend):
     dtypes = ("float32", "bfloat16", "float16")
     honours = ("bias", "soft_cap", "sinks", "dropout", "precision", "score", ARRAY_SCALE)
     in_parts = True
+    any_sinks = True
     nonfinite = "in its kernel"
     source = "flax_attn, in Pallas"
     structure = "causal, windows, lengths, prefix, segments, functions: hidden tiles are skipped"

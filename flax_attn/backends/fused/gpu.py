@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
-from typing import Any
+from functools import partial, reduce
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Array
 
-from flax_attn.backends.fused.kernel import Coordinates, Kernel, Operand, Tiling
+from flax_attn.backends.fused.kernel import Coordinates, Kernel, Operand, Read, Tiling
 
 # The axes of an array `(b, t, n, h)`, which is read as it is.
 QUERY_AXES = ("b", "t", "n", "h")
@@ -31,14 +31,17 @@ def run(kernel: Kernel, interpret: bool) -> dict[str, Array]:
     if kernel.bounds is not None:
         arrays.append(kernel.bounds)
     # Blocks are whole arrays, of which a program takes tiles.
-    options = triton.CompilerParams(num_warps=kernel.tiling.warps, num_stages=kernel.tiling.stages)
+    whole = pl.BlockSpec(memory_space=pl.ANY)
     found = pl.pallas_call(
         partial(_program, kernel),
         grid=tuple(kernel.grid.values()),
-        in_specs=[pl.BlockSpec(memory_space=pl.ANY)] * len(arrays),
-        out_specs=[pl.BlockSpec(memory_space=pl.ANY)] * len(kernel.outputs),
+        in_specs=[whole] * len(arrays),
+        out_specs=[whole] * len(kernel.outputs),
         out_shape=kernel.out_shape,
-        compiler_params=options,
+        compiler_params=triton.CompilerParams(
+            num_warps=kernel.tiling.warps,
+            num_stages=kernel.tiling.stages,
+        ),
         interpret=interpret,
         name=kernel.name,
     )(*arrays)
@@ -46,54 +49,88 @@ def run(kernel: Kernel, interpret: bool) -> dict[str, Array]:
 
 
 def _program(kernel: Kernel, *refs: Any) -> None:
-    inputs = dict(zip(kernel.inputs, refs, strict=False))
-    results = dict(zip(kernel.outputs, refs[-len(kernel.outputs) :], strict=True))
     at = {name: pl.program_id(axis) for axis, name in enumerate(kernel.grid)}
-    bounds = None if kernel.bounds is None else refs[len(inputs)]
-
-    def read(name: str, coordinates: Coordinates) -> Array:
-        return _load(inputs[name], kernel.inputs[name], coordinates, kernel.tiling)
-
     known = kernel.coordinates(at)
-    fixed = kernel.fixed(lambda name: read(name, known), known)
+    program = _Program.of(kernel, refs)
+    read = program.reader(known)
+    fixed = kernel.fixed(read, known)
+    carry = program.over_all(fixed, at)
+    outputs = zip(kernel.outputs, refs[-len(kernel.outputs) :], strict=True)
+    tiles = kernel.finish(read, known, fixed, carry)
+    for name, ref in outputs:
+        _store(ref, kernel.outputs[name], known, kernel.tiling, tiles[name])
 
-    def over(loops: Mapping[str, int], at: Coordinates, carry: Any) -> Any:
-        if not loops:
-            known = kernel.coordinates(at)
-            return kernel.step(lambda name: read(name, known), known, fixed, carry)
-        (name, size), *rest = loops.items()
-        if rest:
-            first, stop = jnp.int32(0), jnp.int32(size)
-        else:
-            first, stop = _limits(kernel, bounds, at, size)
-        return lax.fori_loop(
-            first, stop, lambda i, carry: over(dict(rest), {**at, name: i}, carry), carry
-        )
 
-    def part(p: Any, done: Any) -> Any:
-        assert kernel.merge is not None
-        return kernel.merge(done, over(kernel.loops, {**at, "p": p}, kernel.begin()))
+class _Program(NamedTuple):
+    # One program: a kernel, what it reads, and the bounds of its innermost loop.
+    kernel: Kernel
+    inputs: Mapping[str, Any]
+    bounds: Any
 
-    if kernel.merges:
-        first, stop = _limits(kernel, bounds, at, kernel.loops["s"])
+    @staticmethod
+    def of(kernel: Kernel, refs: tuple) -> _Program:
+        """Return a kernel with what it reads."""
+        inputs = dict(zip(kernel.inputs, refs, strict=False))
+        bounds = None if kernel.bounds is None else refs[len(inputs)]
+        return _Program(kernel, inputs, bounds)
+
+    def reader(self, known: Coordinates) -> Read:
+        """Return the function that reads an input by name."""
+
+        def read(name: str) -> Array:
+            operand = self.kernel.inputs[name]
+            return _load(self.inputs[name], operand, known, self.kernel.tiling)
+
+        return read
+
+    def over_all(self, fixed: Any, at: Coordinates) -> Any:
+        """Return the carry after all tiles."""
+        kernel = self.kernel
+        if not kernel.merges:
+            return self.over(fixed, kernel.loops, at, kernel.begin())
+        first, stop = self.limits(at, kernel.loops["s"])
         first, stop = first // kernel.tiles_of_part, pl.cdiv(stop, kernel.tiles_of_part)
-        carry = lax.fori_loop(first, stop, part, kernel.begin())
-    else:
-        carry = over(kernel.loops, at, kernel.begin())
-    for name, tile in kernel.finish(lambda name: read(name, known), known, fixed, carry).items():
-        _store(results[name], kernel.outputs[name], known, kernel.tiling, tile)
+        return lax.fori_loop(first, stop, partial(self.part, fixed, at), kernel.begin())
+
+    def part(self, fixed: Any, at: Coordinates, p: Any, done: Any) -> Any:
+        """Return the carry after one part of the keys more."""
+        kernel = self.kernel
+        assert kernel.merge is not None
+        own = self.over(fixed, kernel.loops, {**at, "p": p}, kernel.begin())
+        return kernel.merge(done, own)
+
+    def over(self, fixed: Any, loops: Mapping[str, int], at: Coordinates, carry: Any) -> Any:
+        """Return the carry after the tiles of some loops."""
+        if not loops:
+            known = self.kernel.coordinates(at)
+            return self.kernel.step(self.reader(known), known, fixed, carry)
+        (name, size), *rest = loops.items()
+        inner = dict(rest)
+        limits = (jnp.int32(0), jnp.int32(size)) if inner else self.limits(at, size)
+
+        def turn(i: Any, carry: Any) -> Any:
+            return self.over(fixed, inner, {**at, name: i}, carry)
+
+        return lax.fori_loop(*limits, turn, carry)
+
+    def limits(self, at: Coordinates, size: int) -> tuple[Array, Array]:
+        """Return the first tile of the innermost loop and the one after the last.
+
+        Of a part, where one is known.
+        """
+        kernel = self.kernel
+        first, stop = _ends(kernel, self.bounds, at, size)
+        if "p" not in at or "p" in kernel.loops:
+            return first, stop
+        start = at["p"] * kernel.tiles_of_part
+        return jnp.maximum(first, start), jnp.minimum(stop, start + kernel.tiles_of_part)
 
 
-def _limits(kernel: Kernel, bounds: Any, at: Coordinates, size: int) -> tuple[Array, Array]:
-    # The first tile of the innermost loop and the one after the last, of a part where one is known.
-    first, stop = jnp.int32(0), jnp.int32(size)
-    if bounds is not None:
-        own = at["b"], at[kernel.outer]
-        first, stop = bounds[(*own, 0)], bounds[(*own, 1)]
-    if "p" not in at or "p" in kernel.loops:
-        return first, stop
-    start = at["p"] * kernel.tiles_of_part
-    return jnp.maximum(first, start), jnp.minimum(stop, start + kernel.tiles_of_part)
+def _ends(kernel: Kernel, bounds: Any, at: Coordinates, size: int) -> tuple[Array, Array]:
+    if bounds is None:
+        return jnp.int32(0), jnp.int32(size)
+    own = at["b"], at[kernel.outer]
+    return bounds[(*own, 0)], bounds[(*own, 1)]
 
 
 def width_of(size: int) -> int:
@@ -107,27 +144,44 @@ def _block(operand: Operand, tiling: Tiling) -> list[int | None]:
     return [width_of(size) if axis == "h" and size else size for axis, size in axes]
 
 
-def _window(operand: Operand, at: Coordinates, tiling: Tiling) -> tuple[tuple, Array | None]:
+class _Window(NamedTuple):
     # Where a tile lies in its array, and which of it lies inside.
-    places = zip(operand.place(at), _block(operand, tiling), strict=True)
-    index, starts, sizes, limits = [], [], [], []
-    for axis, (place, size) in enumerate(places):
+    index: tuple
+    inside: Array | None
+
+
+def _window(operand: Operand, at: Coordinates, tiling: Tiling) -> _Window:
+    index, spans = [], []
+    blocks = zip(operand.place(at), _block(operand, tiling), operand.array.shape, strict=True)
+    for place, size, limit in blocks:
         if size is None:
             index.append(place)
             continue
-        start = place * size
-        index.append(pl.ds(start, size))
-        starts.append(start)
-        sizes.append(size)
-        limits.append(operand.array.shape[axis])
-    inside = None
-    for axis, (start, size, limit) in enumerate(zip(starts, sizes, limits, strict=True)):
-        if limit % size == 0:
-            continue
-        shape = (size, 1) if axis == 0 else (1, size)
-        found = start + lax.broadcasted_iota(jnp.int32, shape, axis) < limit
-        inside = found if inside is None else inside & found
-    return tuple(index), None if inside is None else jnp.broadcast_to(inside, tuple(sizes))
+        span = _Span(place * size, size, limit)
+        index.append(pl.ds(span.start, size))
+        spans.append(span)
+    return _Window(tuple(index), _inside(spans))
+
+
+class _Span(NamedTuple):
+    start: Any
+    size: int
+    limit: int
+
+
+def _inside(spans: list[_Span]) -> Array | None:
+    ragged = [axis for axis, span in enumerate(spans) if span.limit % span.size]
+    if not ragged:
+        return None
+    conditions = [_is_inside(spans[axis], axis) for axis in ragged]
+    shape = tuple(span.size for span in spans)
+    return jnp.broadcast_to(reduce(jnp.bitwise_and, conditions), shape)
+
+
+def _is_inside(span: _Span, axis: int) -> Array:
+    shape = (span.size, 1) if axis == 0 else (1, span.size)
+    index = lax.broadcasted_iota(jnp.int32, shape, axis)
+    return span.start + index < span.limit
 
 
 def _load(ref: Any, operand: Operand, at: Coordinates, tiling: Tiling) -> Array:

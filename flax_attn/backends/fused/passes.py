@@ -17,7 +17,7 @@ from flax_attn.backends.call import Call
 from flax_attn.backends.fused import bounds
 from flax_attn.backends.fused.kernel import Coordinates, Kernel, Operand, Read, Tiling, along, rows
 from flax_attn.backends.fused.operands import operands, packed
-from flax_attn.backends.fused.scores import SUMS, Scores, Tokens, tokens
+from flax_attn.backends.fused.scores import SUMS, Scores, Tokens, is_sink, tokens
 from flax_attn.backends.softmax import Sums
 
 # Sums of a part of the keys: an array of a part for each head.
@@ -71,6 +71,11 @@ class Pass:
         }
         return tokens | operands(call)
 
+    def query(self, read: Read) -> Tokens:
+        """Return the queries of a tile; none is finite where the sink of its head is not."""
+        found = tokens(read("query"))
+        return found if self.call.sinks is None else found.where(is_sink(read("sinks")))
+
     def result(self, like: Any, axes: tuple) -> Operand:
         """Return an output of the shape and dtype of an array of tokens."""
         like = jax.ShapeDtypeStruct(like.shape, like.dtype)
@@ -115,9 +120,8 @@ def part_kernel(one: Pass) -> Kernel:
     query = rearrange(call.query, "b t (k g) h -> b (g t) k h", k=k)
     for name, operand in inputs.items():
         if name not in ("query", "key", "value"):
-            inputs[name] = along(packed(operand.array, k, one.group))
+            inputs[name] = along(packed(operand.array, k, one.group, t))
     inputs["query"] = Operand(one.form.arrange(query), one.form.QUERY_AXES)
-    inputs.pop("sinks", None)  # they are no part
     wide = one.form.width_of(call.value.shape[3])
     sums = jax.ShapeDtypeStruct((b, k * one.parts, queries, wide), SUMS)
     column = Operand(jax.ShapeDtypeStruct((*sums.shape[:3], 1), SUMS), _COLUMNS_OF_PARTS)
@@ -152,9 +156,7 @@ def merge_kernel(one: Pass, found: dict[str, Array], dtype: jnp.dtype) -> Kernel
         "part total": Operand(found["total"], _COLUMNS_OF_PARTS),
     }
     if call.sinks is not None:
-        sinks = call.sinks[None, :, None, None]
-        sinks = jnp.broadcast_to(sinks, (1, call.shape[1], t, 1))
-        inputs["sinks"] = along(packed(sinks, k, one.group))
+        inputs["sinks"] = along(packed(call.sinks[None, :, None, None], k, one.group, t))
     output = jax.ShapeDtypeStruct((b, queries, k, v), dtype)
     column = rows(jax.ShapeDtypeStruct((b, k, queries, 1), SUMS))
     wide = one.form.width_of(v)
@@ -197,7 +199,7 @@ def _sums(one: Pass, scores: Scores) -> dict[str, Any]:
 
     return {
         "begin": lambda: tile.over_nothing(one.tiling.t, wide, SUMS),
-        "fixed": lambda read, at: tokens(read("query")),
+        "fixed": lambda read, at: one.query(read),
         "step": step,
         "merge": Sums.__and__,
     }
@@ -209,7 +211,8 @@ def _finished(call: Call) -> Callable[..., dict[str, Array]]:
         if call.sinks is not None:
             # A key that every row sees, with a value of zero.
             one = jnp.ones_like(done.total)
-            sink = read("sinks").astype(SUMS) * one
+            sinks = read("sinks")
+            sink = jnp.where(is_sink(sinks), sinks, 0).astype(SUMS) * one
             done = done & Sums(jnp.zeros_like(done.output), sink, one)
         found = done.divided()
         return {"output": found.output, "top": found.top, "total": found.total}

@@ -43,6 +43,15 @@ class Tokens(NamedTuple):
         """NaN for tokens that are not finite, else 0, `(tokens, 1)`."""
         return jnp.where(self.finite, 0, jnp.nan).astype(SUMS)
 
+    def where(self, condition: Array) -> Tokens:
+        """Return the tokens with those that do not meet a condition as not finite."""
+        return Tokens(_select(condition, self.numbers), self.finite & condition)
+
+
+def is_sink(sinks: Array) -> Array:
+    """Return which sinks are numbers or -inf, which is no sink; rows of all others are NaN."""
+    return sinks < jnp.inf
+
 
 def tokens(x: Array) -> Tokens:
     """Return the tokens of a tile."""
