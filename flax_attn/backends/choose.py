@@ -43,10 +43,14 @@ def _best(call: Call) -> Backend:
     if call.platform == "cpu":
         return able[0]
     # The formula has every derivative, and is as good for very few tokens.
-    if max(call.shape[2:]) <= VERY_SHORT:
-        return load("reference")
-    times = [predicted(x, call) for x in able]
-    return next(x for x, time in zip(able, times, strict=True) if time <= EQUAL * min(times))
+    very_short = max(call.shape[2:]) <= VERY_SHORT
+    return load("reference") if very_short else _fastest(call, able)
+
+
+def _fastest(call: Call, able: list[Backend]) -> Backend:
+    times = [predicted(backend, call) for backend in able]
+    fast = [time <= EQUAL * min(times) for time in times]
+    return able[fast.index(True)]
 
 
 def in_order(call: Call) -> Backend:

@@ -7,7 +7,7 @@ derivative of the formula, which holds all scores.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -105,18 +105,26 @@ def _first_change(structure: Any) -> int:
     return structure.num_leaves - changes.num_leaves
 
 
+def jvp_of_some(
+    function: Callable[..., Array], values: Sequence[Any], tangents: Sequence[Any], moves: list[int]
+) -> Array:
+    """Return the change of a function for changes of those of its arguments that move."""
+    given, changes = ([every[i] for i in moves] for every in (values, tangents))
+    moved = partial(_with_moved, function, values, moves)
+    return jax.jvp(moved, given, changes)[1]
+
+
+def _with_moved(
+    function: Callable[..., Array], values: Sequence[Any], moves: list[int], *floats: Array
+) -> Array:
+    found = dict(zip(moves, floats, strict=True))
+    return function(*(found.get(i, x) for i, x in enumerate(values)))
+
+
 def _jvp(primals, tangents, **options):
     moves = [i for i, tangent in enumerate(tangents) if _moves(tangent)]
-
-    def moved(*floats):
-        leaves = list(primals)
-        for i, x in zip(moves, floats, strict=True):
-            leaves[i] = x
-        return _evaluate(*leaves, **options)
-
     output = _tangent.bind(*primals, **options)
-    given, changes = ([values[i] for i in moves] for values in (primals, tangents))
-    return output, jax.jvp(moved, given, changes)[1]
+    return output, jvp_of_some(partial(_evaluate, **options), primals, tangents, moves)
 
 
 def _moves(tangent: Any) -> bool:

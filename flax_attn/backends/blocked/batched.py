@@ -13,7 +13,7 @@ call has:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -24,7 +24,7 @@ from einops import rearrange
 from jax import lax
 from jaxtyping import Array, Float
 
-from flax_attn.backends.blocked.slices import add, put
+from flax_attn.backends.blocked.slices import add, add_as, put
 from flax_attn.backends.blocked.spans import Division, Span, divided
 from flax_attn.backends.blocked.wide_tile import (
     Place,
@@ -35,15 +35,15 @@ from flax_attn.backends.blocked.wide_tile import (
     prepared,
 )
 from flax_attn.backends.call import Call, Floats
-from flax_attn.backends.softmax import Softmax
-from flax_attn.backends.tile import score_gradients
+from flax_attn.backends.softmax import Softmax, reciprocal
+from flax_attn.backends.tile import score_gradients, times
 from flax_attn.backends.work import KernelWork, arrays_moved, arrays_read, is_float32, products
 from flax_attn.functional.dtypes import accumulation_dtype
 from flax_attn.functional.nonfinite import finite_tokens
 from flax_attn.functional.shapes import Index
 
 # Scores of a tile: of float32 once, and of weights and gradients in the dtype of the call.
-FORWARD, BACKWARD = 2**26, 3 * 2**24
+FORWARD, BACKWARD = 2**26, 5 * 2**23
 UNROLLED = 48  # tiles: more of them are looped over
 
 
@@ -81,21 +81,24 @@ def backward_batched(call: Call, saved: Softmax, cotangent: Array) -> Floats:
     rows = _rows(call, saved.output, cotangent)
     grouped = partial(rearrange, pattern="b (k g) t 1 -> b k t g 1", k=call.key.shape[2])
     top, total = grouped(saved.top), grouped(saved.total)
-    return _gradients(call, rows._replace(top=top, share=_share(total)))
+    return _gradients(call, rows._replace(top=top, share=reciprocal(total)))
 
 
 def _over_tiles(call: Call, in_tile: Callable[[WideTile], Any]) -> Any:
     # What is found in all tiles, arrays `(b, t, n, _)`.
     arrays = prepared(call)
     division = divided(call, FORWARD, UNROLLED)
+    step = partial(_forward_step, arrays, division, in_tile)
+    in_span = partial(_over_span, division, step)
+    return _over_spans(division, in_span, arrays.key_nan)[1]
 
-    def step(nan: Array, place: Place) -> tuple[Array, Any]:
-        tile = WideTile.of(arrays._replace(key_nan=nan), division, place)
-        # One tile after the other, since there is memory for one.
-        return lax.optimization_barrier((nan, in_tile(tile)))
 
-    _, found = _over_spans(division, partial(_over_span, division, step), arrays.key_nan)
-    return found
+def _forward_step(
+    arrays: Prepared, division: Division, in_tile: Callable, nan: Array, place: Place
+) -> tuple[Array, Any]:
+    tile = WideTile.of(arrays._replace(key_nan=nan), division, place)
+    # One tile after the other, since there is memory for one.
+    return lax.optimization_barrier((nan, in_tile(tile)))
 
 
 def _output(tile: WideTile) -> Float[Array, "b k t g v"]:
@@ -110,29 +113,32 @@ def _softmax(dtype: jnp.dtype, tile: WideTile) -> Softmax:
 
 
 def _applied(tile: WideTile, found: TileSoftmax) -> Float[Array, "b k t g v"]:
-    weights = _times(found.weights, tile.dropout_factors())
+    weights = times(found.weights, tile.dropout_factors())
     return tile.of_keys(weights, tile.arrays.value)
 
 
-def _times(x: Array, factors: Array | None) -> Array:
-    return x if factors is None else x.astype(factors.dtype) * factors
-
-
 def _gradients(call: Call, rows: Rows) -> Floats:
-    # Else XLA would keep what forward computed of every tile, for all of them at once. A tile reads
-    # its queries twice, and takes them out of each array by a product itself.
-    key, value, again = lax.optimization_barrier(
-        (call.key, call.value, (call.query, rows.cotangent))
-    )
-    call, rows = replace(call, key=key, value=value), rows._replace(again=again)
-    one = _BackwardPass(prepared(call), rows, divided(call, BACKWARD, UNROLLED))
+    one = _backward_pass(call, rows)
     sums, _ = _over_spans(one.division, one.in_span, one.zeros())
-    d_key, d_value = (rearrange(x, "b k s h -> b s k h") for x in (sums.key, sums.value))
     return sums._replace(
-        query=_where_finite(call.query, sums.query),
-        key=_where_finite(call.key, d_key * call.scale),
-        value=_where_finite(call.value, d_value),
+        key=_of_keys(call.key, sums.key * call.scale),
+        value=_of_keys(call.value, sums.value),
     )
+
+
+def _of_keys(x: Float[Array, "b s k w"], gradient: Float[Array, "b k s w"]) -> Array:
+    # Zero for tokens that are not finite.
+    gradient = rearrange(gradient, "b k s w -> b s k w")
+    return jnp.where(finite_tokens(x)[..., None], gradient, 0)
+
+
+def _backward_pass(call: Call, rows: Rows) -> _BackwardPass:
+    # Else XLA would keep what forward computed of every tile, for all of them at once. A tile reads
+    # its queries twice, and a product takes them out of an array that it alone reads.
+    held, cotangent = lax.optimization_barrier((call, rows.cotangent))
+    arrays = prepared(replace(held, query=call.query))
+    rows = rows._replace(again=(held.query, cotangent))
+    return _BackwardPass(arrays, rows, divided(call, BACKWARD, UNROLLED))
 
 
 @dataclass(frozen=True)
@@ -145,11 +151,10 @@ class _BackwardPass:
         # The gradients that tiles add to, with keys and values as tiles have them, and that of the
         # queries, of which each tile writes its own.
         call = self.arrays.call
-        dtype = accumulation_dtype(call.query.dtype)
+        scale = call.scale if isinstance(call.scale, jax.Array) else None
+        zeros = partial(jnp.zeros_like, dtype=accumulation_dtype(call.query.dtype))
         shared = call.floats._replace(query=None, key=self.arrays.key, value=self.arrays.value)
-        if not isinstance(call.scale, jax.Array):
-            shared = shared._replace(scale=None)
-        sums = jax.tree.map(lambda x: jnp.zeros(x.shape, dtype), shared)
+        sums = jax.tree.map(zeros, shared._replace(scale=scale))
         return sums._replace(query=jnp.zeros_like(call.query))
 
     def in_span(self, sums: Floats, part: Index | int, span: Span) -> tuple[Floats, None]:
@@ -158,9 +163,7 @@ class _BackwardPass:
         key, value = first.take_keys(sums.key), first.take_keys(sums.value)
         own = sums._replace(key=key, value=value)
         found, _ = _over_span(self.division, self.step, own, part, span)
-        key = put(sums.key, found.key, first.key_start)
-        value = put(sums.value, found.value, first.key_start)
-        return found._replace(key=key, value=value), None
+        return first.put_keys(sums, found), None
 
     def tile(self, place: Place) -> WideTile:
         return WideTile.of(self.arrays, self.division, place)
@@ -177,22 +180,16 @@ def _rows(call: Call, output: Array, cotangent: Array) -> Rows:
     return Rows(cotangent, rearrange(delta, "b t (k g) -> b k t g 1", k=call.key.shape[2]))
 
 
-def _share(total: Array) -> Array:
-    empty = total == 0
-    return jnp.where(empty, 0, 1 / jnp.where(empty, 1, total))
-
-
 def _backward_tile(tile: WideTile, rows: Rows, sums: Floats) -> Floats:
     # The sums with the gradients of a tile.
     call = tile.call
     masked, capped = tile.scores()
     weights, top, share = _weights(tile, rows, masked)
     factors = tile.dropout_factors()
+    assert rows.again is not None, "the pass sets it"
     query, cotangent = rows.again
-    d_value = sums.value + tile.of_queries(_times(weights, factors), cotangent)
-    # Then the weights are read for the gradient of the scores alone, which takes their memory.
-    d_value, weights, value = lax.optimization_barrier((d_value, weights, tile.arrays.value))
-    d_weights = _times(tile.with_keys(rows.cotangent, value), factors)
+    d_value = sums.value + tile.of_queries(times(weights, factors), cotangent)
+    d_weights = times(tile.with_keys(rows.cotangent, tile.arrays.value), factors)
     found = score_gradients(
         weights.astype(d_weights.dtype),
         d_weights,
@@ -203,33 +200,33 @@ def _backward_tile(tile: WideTile, rows: Rows, sums: Floats) -> Floats:
     )
     d_scores = lax.optimization_barrier(found.scores.astype(call.query.dtype))
     d_query = tile.of_keys(d_scores, tile.arrays.key)
+    own = jnp.where(tile.arrays.query_nan == 0, d_query * call.scale, 0)
     return Floats(
-        query=put(sums.query, tile.tokens_first(d_query * call.scale), tile.query_start),
+        query=put(sums.query, tile.tokens_first(own), tile.query_start),
         key=sums.key + tile.of_queries(d_scores, tile.clean(query)),
         value=d_value,
         bias=_with_bias(sums.bias, tile, found.scores),
         sinks=_with_sinks(sums.sinks, tile, top, share * rows.delta),
         scale=_with_scale(sums.scale, tile.clean(query), d_query),
-        captured=tuple(map(_add, sums.captured, found.captured)),
+        captured=tuple(map(add_as, sums.captured, found.captured)),
     )
 
 
 def _weights(tile: WideTile, rows: Rows, masked: Array) -> tuple[Array, Array, Array]:
     # The weights in the dtype of products, and the maximum and one over the sum of each row.
-    top, share = rows.top, rows.share
-    if top is None or share is None:
-        weights, top, total = tile.softmax(masked)
-        share = _share(total)
-    else:
-        weights = jnp.exp(masked - top) * share
+    weights, top, share = _normalised(tile, rows, masked)
     # Zero where hidden, also in a row that is NaN.
     weights = jnp.where(masked == -jnp.inf, 0, weights)
     # In this dtype the scores need no memory beyond this.
     return lax.optimization_barrier(weights.astype(tile.call.query.dtype)), top, share
 
 
-def _add(total: Array, part: Array) -> Array:
-    return total + part.astype(total.dtype)
+def _normalised(tile: WideTile, rows: Rows, masked: Array) -> tuple[Array, Array, Array]:
+    top, share = rows.top, rows.share
+    if top is not None and share is not None:
+        return jnp.exp(masked - top) * share, top, share
+    weights, top, total = tile.softmax(masked)
+    return weights, top, reciprocal(total)
 
 
 def _with_bias(bias: Array | None, tile: WideTile, d_scores: Array) -> Array | None:
@@ -256,24 +253,27 @@ def _with_sinks(sums: Array | None, tile: WideTile, top: Array, shares: Array) -
     return add(sums, -part, tile.first[1:2])
 
 
-def _where_finite(x: Array, gradient: Array) -> Array:
-    return jnp.where(finite_tokens(x)[..., None], gradient, 0)
-
-
 def _over_spans(
     division: Division, in_span: Callable[[Any, Index | int, Span], tuple], carry: Any
 ) -> tuple[Any, Any]:
     """Return `carry` after every span, and what was found in them, joined to `(b, t, n, _)`."""
-
-    def in_part(carry: Any, part: Index | int) -> tuple[Any, Any]:
-        pieces = []
-        for span in division.spans:
-            carry, found = in_span(carry, part, span)
-            pieces.append(found)
-        return carry, jax.tree.map(lambda *x: jnp.concatenate(x, axis=2), *pieces)
-
+    in_part = partial(_over_part, division.spans, in_span)
     carry, parts = _scan(division, division.parts, in_part, carry)
     return carry, jax.tree.map(partial(_join_parts, division), parts)
+
+
+def _over_part(
+    spans: Sequence[Span], in_span: Callable, carry: Any, part: Index | int
+) -> tuple[Any, Any]:
+    pieces = []
+    for span in spans:
+        carry, found = in_span(carry, part, span)
+        pieces.append(found)
+    return carry, jax.tree.map(_joined, *pieces)
+
+
+def _joined(*pieces: Float[Array, "b k t g w"]) -> Float[Array, "b k t g w"]:
+    return jnp.concatenate(pieces, axis=2)
 
 
 def _over_span(
@@ -284,12 +284,14 @@ def _over_span(
     span: Span,
 ) -> tuple[Any, Any]:
     """Return `carry` after the tiles of a span, and what was found in them, `(b, k, t, g, _)`."""
-
-    def one(carry: Any, i: Index | int) -> tuple[Any, Any]:
-        return step(carry, Place(part, span, i))
-
-    carry, tiles = _scan(division, span.count, one, carry)
+    carry, tiles = _scan(division, span.count, partial(_at_place, step, part, span), carry)
     return carry, jax.tree.map(lambda x: rearrange(x, "i b k t g w -> b k (i t) g w"), tiles)
+
+
+def _at_place(
+    step: Callable[[Any, Place], tuple], part: Index | int, span: Span, carry: Any, i: Index | int
+) -> tuple[Any, Any]:
+    return step(carry, Place(part, span, i))
 
 
 def _scan(
@@ -298,11 +300,19 @@ def _scan(
     # XLA knows how often such a loop runs, so that the host does not wait for it.
     if not division.unrolled and count > 1:
         return lax.scan(step, carry, jnp.arange(count, dtype=jnp.int32))
+    return _unrolled(count, step, carry)
+
+
+def _unrolled(count: int, step: Callable[[Any, Any], tuple], carry: Any) -> tuple[Any, Any]:
     every = []
     for i in range(count):
         carry, found = step(carry, i)
         every.append(found)
-    return carry, jax.tree.map(lambda *x: jnp.stack(x), *every)
+    return carry, jax.tree.map(_stacked, *every)
+
+
+def _stacked(*tiles: Array) -> Array:
+    return jnp.stack(tiles)
 
 
 def _join_parts(division: Division, parts: Float[Array, "i b k t g w"]) -> Array:
@@ -314,13 +324,22 @@ def _join_parts(division: Division, parts: Float[Array, "i b k t g w"]) -> Array
 def batched_memory(call: Call) -> int:
     """Return the bytes of a tile's scores and weights, of clean keys, and of the output twice."""
     b, n, t, _ = call.shape
-    itemsize, width = call.query.dtype.itemsize, call.value.shape[3]
-    sums = accumulation_dtype(call.query.dtype).itemsize
+    itemsize, sums = _itemsizes(call)
+    keys = (call.key.size + call.value.size) * itemsize
+    row = call.value.shape[3] * itemsize + 2 * sums
+    return _largest_tile(call) * (sums + itemsize) + keys + b * n * t * row
+
+
+def _largest_tile(call: Call) -> int:
     division = divided(call, FORWARD, UNROLLED)
     group = call.query.shape[2] // call.key.shape[2]
-    tile = division.batch * division.heads * group * division.largest
-    keys = (call.key.size + call.value.size) * itemsize
-    return tile * (sums + itemsize) + keys + b * n * t * (width * itemsize + 2 * sums)
+    return division.batch * division.heads * group * division.largest
+
+
+def _itemsizes(call: Call) -> tuple[int, int]:
+    # Bytes of a number of the call, and of a score.
+    dtype = call.query.dtype
+    return dtype.itemsize, accumulation_dtype(dtype).itemsize
 
 
 def batched_work(call: Call) -> KernelWork:
@@ -329,9 +348,12 @@ def batched_work(call: Call) -> KernelWork:
     division = divided(call, FORWARD, UNROLLED)
     pairs = sum(span.count * span.rows * span.cols for span in division.spans)
     tiles = division.parts * sum(span.count for span in division.spans)
-    sums = accumulation_dtype(call.query.dtype).itemsize
     # Scores and weights are written once, and read once.
-    both = b * n * pairs * (sums + call.query.dtype.itemsize)
-    flops, moved = products(call, pairs), arrays_moved(call) + both
-    apart = both + 3 * arrays_read(call)
-    return KernelWork(4 * tiles + 12, flops, moved, apart, is_float32(call))
+    both = b * n * pairs * sum(_itemsizes(call))
+    return KernelWork(
+        4 * tiles + 12,
+        products(call, pairs),
+        arrays_moved(call) + both,
+        both + 3 * arrays_read(call),
+        is_float32(call),
+    )

@@ -18,9 +18,9 @@ from einops import rearrange
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
-from flax_attn.backends.blocked.slices import take
+from flax_attn.backends.blocked.slices import put, take
 from flax_attn.backends.blocked.spans import Division, Span
-from flax_attn.backends.call import Call
+from flax_attn.backends.call import Call, Floats
 from flax_attn.backends.tile import TileScores, scores
 from flax_attn.functional.dropout import keep_mask
 from flax_attn.functional.dtypes import accumulation_dtype
@@ -116,6 +116,13 @@ class Place(NamedTuple):
     span: Span
     i: Index | int
 
+    def first(self, call: Call, division: Division) -> tuple[Index | int, ...]:
+        """Return the index of its first row of the batch, query head, query and key."""
+        group = call.query.shape[2] // call.key.shape[2]
+        b = self.part // division.head_parts * division.batch
+        k = self.part % division.head_parts * division.heads
+        return b, k * group, self.span.row + self.i * self.span.rows, self.span.col
+
 
 @dataclass(frozen=True)
 class WideTile:
@@ -134,13 +141,9 @@ class WideTile:
     @staticmethod
     def of(arrays: Prepared, division: Division, place: Place) -> WideTile:
         """Return the tile at a place."""
-        part, span, i = place
-        call = arrays.call
-        group = call.query.shape[2] // call.key.shape[2]
-        b = part // division.head_parts * division.batch
-        k = part % division.head_parts * division.heads
-        row = span.row + i * span.rows
-        first = b, k * group, row, span.col
+        first = place.first(arrays.call, division)
+        group = arrays.call.query.shape[2] // arrays.call.key.shape[2]
+        span = place.span
         sizes = division.batch, division.heads * group, span.rows, span.cols
         return WideTile(_part(arrays, first, sizes, group), first, group)
 
@@ -162,13 +165,10 @@ class WideTile:
 
     def rows(self, all_rows: Rows) -> Rows:
         """Return the rows of its queries."""
-        return Rows(
-            cotangent=self._own_queries(all_rows.cotangent),
-            delta=self._own_rows(all_rows.delta),
-            top=None if all_rows.top is None else self._own_rows(all_rows.top),
-            share=None if all_rows.share is None else self._own_rows(all_rows.share),
-            again=jax.tree.map(self._own_queries, all_rows.again),
-        )
+        cotangent, *columns, again = all_rows
+        delta, top, share = jax.tree.map(self._own_rows, columns)
+        again = jax.tree.map(self._own_queries, again)
+        return Rows(self._own_queries(cotangent), delta, top, share, again)
 
     def _own_queries(self, x: Float[Array, "b t n w"]) -> Float[Array, "b t k g w"]:
         b, n, t, _ = self.shape
@@ -184,6 +184,12 @@ class WideTile:
     def take_keys(self, x: Array) -> Array:
         """Return the keys of an array `(b, k, s, _)`."""
         return take(x, self.key_start, (*self.arrays.key.shape[:3], x.shape[3]))
+
+    def put_keys(self, sums: Floats, own: Floats) -> Floats:
+        """Return sums with those of its keys in their place."""
+        key = put(sums.key, own.key, self.key_start)
+        value = put(sums.value, own.value, self.key_start)
+        return own._replace(key=key, value=value)
 
     def scores(self) -> TileScores:
         """Return the scores, NaN where a number that is seen is not finite."""
@@ -201,16 +207,12 @@ class WideTile:
 
     def softmax(self, masked: GroupedScores) -> TileSoftmax:
         """Return the softmax of its scores, which are over all keys of its queries."""
-        # Of a row that sees nothing it is a number that can be subtracted from itself.
-        lowest = jnp.finfo(masked.dtype).min.astype(masked.dtype)
-        top = lax.reduce(masked, lowest, lax.max, (4,))[..., None]
-        sinks = self.sinks()
+        top, sinks = _maximum(masked), self.sinks()
         top = top if sinks is None else jnp.maximum(top, sinks)
         exps = jnp.exp(masked - top)
         total = exps.sum(axis=-1, keepdims=True)
         total = total if sinks is None else total + jnp.exp(sinks - top)
-        weights = exps / jnp.where(total == 0, 1, total)
-        return TileSoftmax(weights, top, total)
+        return TileSoftmax(exps / jnp.where(total == 0, 1, total), top, total)
 
     def sinks(self) -> Array | None:
         """Return the sinks `(1, k, 1, g, 1)` in the dtype of the scores, or None."""
@@ -302,18 +304,19 @@ class WideTile:
         assert score is not None
         b, n, row, col = self.first
         rows, heads, t, s = self.shape
-
-        def positions(x: Array, first: Index | int, size: int) -> Array:
-            shared = len(x) == 1
-            return take(x, (0 if shared else b, first), (1 if shared else rows, size))
-
         return replace(
             score,
             b=take(score.b, (b,), (rows,)),
             n=take(score.n, (n,), (heads,)),
-            rows=positions(score.rows, row, t),
-            cols=positions(score.cols, col, s),
+            rows=self._positions(score.rows, row, t),
+            cols=self._positions(score.cols, col, s),
         )
+
+    def _positions(self, x: Array, first: Index | int, size: int) -> Array:
+        # Those of one row of the batch serve all.
+        if len(x) == 1:
+            return take(x, (0, first), (1, size))
+        return take(x, (self.first[0], first), (self.shape[0], size))
 
     def _product(self, axes: str, a: Array, b: Array) -> Array:
         # On tensor cores lower dtypes are multiplied as they are.
@@ -327,6 +330,12 @@ class WideTile:
         return rearrange(x, "b (k g) t s -> b k t g s", g=group)
 
 
+def _maximum(masked: GroupedScores) -> Float[Array, "b k t g 1"]:
+    # Of a row that sees nothing it is a number that can be subtracted from itself.
+    lowest = jnp.finfo(masked.dtype).min.astype(masked.dtype)
+    return lax.reduce(masked, lowest, lax.max, (4,))[..., None]
+
+
 def _part(
     arrays: Prepared, first: tuple[Index | int, ...], sizes: tuple[int, ...], group: int
 ) -> Prepared:
@@ -334,16 +343,12 @@ def _part(
     b, n, row, col = first
     rows, heads, t, s = sizes
     k, shared = n // group, heads // group
-
-    def keys(x: Array) -> Array:
-        return take(x, (b, k, col, 0), (rows, shared, s, x.shape[3]))
-
     query = take(arrays.query, (b, row, n, 0), (rows, t, heads, arrays.query.shape[3]))
     return Prepared(
         call=arrays.call,
         query=rearrange(query, "b t (k g) h -> b t k g h", g=group),
-        key=keys(arrays.key),
-        value=keys(arrays.value),
+        key=take(arrays.key, (b, k, col, 0), (rows, shared, s, arrays.key.shape[3])),
+        value=take(arrays.value, (b, k, col, 0), (rows, shared, s, arrays.value.shape[3])),
         query_nan=take(arrays.query_nan, (b, k, row, 0, 0), (rows, shared, t, group, 1)),
         key_nan=take(arrays.key_nan, (b, k, 0, 0, col), (rows, shared, 1, 1, s)),
         rows=take(arrays.rows, (row,), (t,)),

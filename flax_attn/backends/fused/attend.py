@@ -130,11 +130,8 @@ def _captured(plan: Plan, one: BackwardPass) -> tuple[Array, ...]:
     if score is None or not score.floats:
         return ()
     arrays, pullback = jax.vjp(partial(_learned, one.call, score), score.floats)
-    found = {}
-    for name, x in arrays.items():
-        found[name] = _added(plan, one, name, x).astype(x.dtype)
-    (gradients,) = pullback(found)
-    return gradients
+    found = {name: _added(plan, one, name, x).astype(x.dtype) for name, x in arrays.items()}
+    return pullback(found)[0]
 
 
 def _learned(call: Call, score: TracedScore, floats: tuple[Array, ...]) -> dict[str, Array]:

@@ -51,10 +51,8 @@ class Halves:
     @cached_property
     def _depends(self) -> dict[Any, frozenset[str]]:
         # On which arguments each number of the function depends.
-        names = ("score",) * self.first + tuple(_INDICES)
-        found = {}
-        for x, name in zip(self._jaxpr.invars, names, strict=True):
-            found[x] = frozenset((name,))
+        names = [("score",)] * self.first + [(name,) for name in _INDICES]
+        found = dict(zip(self._jaxpr.invars, map(frozenset, names), strict=True))
         for eqn in self._jaxpr.eqns:
             taken = [found.get(x, frozenset()) for x in _variables(eqn.invars)]
             found |= dict.fromkeys(eqn.outvars, frozenset().union(*taken))
@@ -119,14 +117,13 @@ class Halves:
         indices = self._jaxpr.invars[self.first :]
         constants = [x for x in self.between if x not in indices]
         part = self._jaxpr.replace(constvars=constants, eqns=self._inside)
+        return partial(self._run_inside, part, indices)
 
-        def one(*numbers: Array) -> Array:
-            found = dict(zip(self.between, numbers[self.first :], strict=True))
-            given = [found.get(x, jnp.int32(0)) for x in indices]
-            captured = [found[x] for x in constants]
-            return _run(part, captured, *numbers[: self.first], *given)
-
-        return one
+    def _run_inside(self, part: Any, indices: Sequence[Any], *numbers: Array) -> Array:
+        scores, between = numbers[: self.first], numbers[self.first :]
+        found = dict(zip(self.between, between, strict=True))
+        given = [found[x] if x in found else jnp.int32(0) for x in indices]
+        return _run(part, [found[x] for x in part.constvars], *scores, *given)
 
 
 def in_memory(x: Array) -> Array:
@@ -159,10 +156,14 @@ def _refused(eqns: Sequence[Any]) -> Iterator[str]:
     for eqn in eqns:
         name = eqn.primitive.name
         if name in _CALLS:
-            called = eqn.params[_CALLS[name]]
-            yield from _refused(getattr(called, "jaxpr", called).eqns)
+            yield from _refused(_called(eqn))
         elif name not in _ARITHMETIC or _has_arrays(eqn):
             yield name
+
+
+def _called(eqn: Any) -> Sequence[Any]:
+    called = eqn.params[_CALLS[eqn.primitive.name]]
+    return getattr(called, "jaxpr", called).eqns
 
 
 def _has_arrays(eqn: Any) -> bool:

@@ -51,14 +51,10 @@ def run(kernel: Kernel, interpret: bool) -> dict[str, Array]:
 def _program(kernel: Kernel, *refs: Any) -> None:
     at = {name: pl.program_id(axis) for axis, name in enumerate(kernel.grid)}
     known = kernel.coordinates(at)
-    program = _Program.of(kernel, refs)
-    read = program.reader(known)
-    fixed = kernel.fixed(read, known)
-    carry = program.over_all(fixed, at)
-    outputs = zip(kernel.outputs, refs[-len(kernel.outputs) :], strict=True)
-    tiles = kernel.finish(read, known, fixed, carry)
-    for name, ref in outputs:
-        _store(ref, kernel.outputs[name], known, kernel.tiling, tiles[name])
+    tiles = _Program.of(kernel, refs).outputs(at, known)
+    results = refs[-len(kernel.outputs) :]
+    for (name, operand), ref in zip(kernel.outputs.items(), results, strict=True):
+        _store(ref, operand, known, kernel.tiling, tiles[name])
 
 
 class _Program(NamedTuple):
@@ -83,6 +79,12 @@ class _Program(NamedTuple):
 
         return read
 
+    def outputs(self, at: Coordinates, known: Coordinates) -> dict[str, Array]:
+        """Return the tiles of the outputs."""
+        read = self.reader(known)
+        fixed = self.kernel.fixed(read, known)
+        return self.kernel.finish(read, known, fixed, self.over_all(fixed, at))
+
     def over_all(self, fixed: Any, at: Coordinates) -> Any:
         """Return the carry after all tiles."""
         kernel = self.kernel
@@ -102,16 +104,22 @@ class _Program(NamedTuple):
     def over(self, fixed: Any, loops: Mapping[str, int], at: Coordinates, carry: Any) -> Any:
         """Return the carry after the tiles of some loops."""
         if not loops:
-            known = self.kernel.coordinates(at)
-            return self.kernel.step(self.reader(known), known, fixed, carry)
+            return self.step(fixed, at, carry)
         (name, size), *rest = loops.items()
-        inner = dict(rest)
-        limits = (jnp.int32(0), jnp.int32(size)) if inner else self.limits(at, size)
-
-        def turn(i: Any, carry: Any) -> Any:
-            return self.over(fixed, inner, {**at, name: i}, carry)
-
+        limits = (jnp.int32(0), jnp.int32(size)) if rest else self.limits(at, size)
+        turn = partial(self.turn, fixed, name, dict(rest), at)
         return lax.fori_loop(*limits, turn, carry)
+
+    def turn(
+        self, fixed: Any, name: str, rest: Mapping[str, int], at: Coordinates, i: Any, carry: Any
+    ) -> Any:
+        """Return the carry after a turn of one loop."""
+        return self.over(fixed, rest, {**at, name: i}, carry)
+
+    def step(self, fixed: Any, at: Coordinates, carry: Any) -> Any:
+        """Return the carry after one tile."""
+        known = self.kernel.coordinates(at)
+        return self.kernel.step(self.reader(known), known, fixed, carry)
 
     def limits(self, at: Coordinates, size: int) -> tuple[Array, Array]:
         """Return the first tile of the innermost loop and the one after the last.
@@ -151,22 +159,25 @@ class _Window(NamedTuple):
 
 
 def _window(operand: Operand, at: Coordinates, tiling: Tiling) -> _Window:
-    index, spans = [], []
-    blocks = zip(operand.place(at), _block(operand, tiling), operand.array.shape, strict=True)
-    for place, size, limit in blocks:
-        if size is None:
-            index.append(place)
-            continue
-        span = _Span(place * size, size, limit)
-        index.append(pl.ds(span.start, size))
-        spans.append(span)
-    return _Window(tuple(index), _inside(spans))
+    places = zip(operand.place(at), _block(operand, tiling), operand.array.shape, strict=True)
+    spans = [_Span.of(*each) for each in places]
+    taken = [span for span in spans if span.size is not None]
+    return _Window(tuple(span.index for span in spans), _inside(taken))
 
 
 class _Span(NamedTuple):
+    # Where a tile lies along an axis; the axis goes where there is no size.
     start: Any
-    size: int
+    size: Any
     limit: int
+
+    @staticmethod
+    def of(place: Any, size: int | None, limit: int) -> _Span:
+        return _Span(place if size is None else place * size, size, limit)
+
+    @property
+    def index(self) -> Any:
+        return self.start if self.size is None else pl.ds(self.start, self.size)
 
 
 def _inside(spans: list[_Span]) -> Array | None:

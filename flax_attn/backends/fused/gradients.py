@@ -55,6 +55,10 @@ class BackwardPass(Pass):
         rows, cols = bounds.tiles(t, self.tiling.t), bounds.tiles(s, self.tiling.s)
         return {"b": b, "n": n, "t": rows, "s": cols}
 
+    def grid(self, axes: str) -> dict[str, int]:
+        """Return how many tiles there are along some axes."""
+        return {axis: self.counts[axis] for axis in axes}
+
     def rows(self, read: Read, at: Coordinates) -> Rows:
         """Return what a tile reads of its queries."""
         first = at["t"] * self.tiling.t
@@ -65,7 +69,7 @@ class BackwardPass(Pass):
 
 def query_kernel(one: BackwardPass) -> Kernel:
     """Return the kernel that computes the gradient of the queries, and of the scale by rows."""
-    call, inputs, counts = one.call, one.inputs, one.counts
+    call, inputs = one.call, one.inputs
     outputs = {"query": one.result(call.query, one.form.QUERY_AXES)}
     if one.has_scale:
         shape = *call.shape[:3], 1
@@ -75,8 +79,8 @@ def query_kernel(one: BackwardPass) -> Kernel:
         tiling=one.tiling,
         inputs=inputs,
         outputs=outputs,
-        grid={name: counts[name] for name in "bnt"},
-        loops={"s": counts["s"]},
+        grid=one.grid("bnt"),
+        loops=one.grid("s"),
         bounds=bounds.of_queries(call, one.tiling),
         outer="t",
         group=one.group,
@@ -94,13 +98,12 @@ def _begin_query(one: BackwardPass) -> tuple[Array, Array]:
 
 
 def _step_query(one: BackwardPass, read: Read, at: Coordinates, own: Rows, sums: Any) -> Any:
-    key, value = tokens(read("key")), tokens(read("value"))
+    key, value = _read_keys(read, at)
     found = weights(one.scores, read, at, own, key, value)
     d_query, d_scale = sums
-    d_query = d_query + one.scores.dot(found.d_scores, key.numbers)
     if one.has_scale:
         d_scale = d_scale + (found.d_scores * found.products).sum(axis=1, keepdims=True)
-    return d_query, d_scale
+    return d_query + one.scores.dot(found.d_scores, key.numbers), d_scale
 
 
 def _finish_query(
@@ -217,11 +220,10 @@ def _along_both(one: BackwardPass, shape: tuple[int, ...]) -> _AddedForm:
 
 
 def _along_keys(one: BackwardPass) -> _AddedForm:
-    counts = one.counts
     b, n, _, s = one.call.shape
     return _AddedForm(
-        grid={name: counts[name] for name in "bns"},
-        loops={"t": counts["t"]},
+        grid=one.grid("bns"),
+        loops=one.grid("t"),
         block=(1, one.tiling.s),
         output=Operand(jax.ShapeDtypeStruct((b, n, 1, s), SUMS), ("b", "n", "1", "s")),
         limits=bounds.of_keys,
@@ -229,11 +231,10 @@ def _along_keys(one: BackwardPass) -> _AddedForm:
 
 
 def _along_queries(one: BackwardPass) -> _AddedForm:
-    counts = one.counts
     b, n, t, _ = one.call.shape
     return _AddedForm(
-        grid={name: counts[name] for name in "bnt"},
-        loops={"s": counts["s"]},
+        grid=one.grid("bnt"),
+        loops=one.grid("s"),
         block=(one.tiling.t, 1),
         output=rows(jax.ShapeDtypeStruct((b, n, t, 1), SUMS)),
         limits=bounds.of_queries,

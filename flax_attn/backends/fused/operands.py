@@ -66,8 +66,6 @@ def _options(call: Call) -> dict[str, Array]:
         found["sinks"] = call.sinks[None, :, None, None]
     if not isinstance(call.scale, Real):
         found["scale"] = jnp.reshape(call.scale, (1, 1, 1, 1))
-    if call.dropout is not None:
-        found |= _dropout(call.dropout, call.shape)
     return found
 
 
@@ -131,11 +129,10 @@ def _dropout(dropout: KeyedDropout, shape: tuple[int, int, int, int]) -> dict[st
     # The key of a row of the batch and a head, and the counters of queries and keys in the whole.
     places = dropout.indices(*(jnp.arange(size, dtype=jnp.int32) for size in shape))
     rows, heads, queries, keys = (place.astype(jnp.uint32) for place in places)
-    counters = {
+    return _head_keys(dropout, rows, heads) | {
         "query counter": queries.reshape(-1, 1, shape[2], 1),
         "key counter": keys.reshape(-1, 1, 1, shape[3]),
     }
-    return _head_keys(dropout, rows, heads) | counters
 
 
 def _head_keys(dropout: KeyedDropout, rows: Array, heads: Array) -> dict[str, Array]:

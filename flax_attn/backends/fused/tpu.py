@@ -47,11 +47,12 @@ def run(kernel: Kernel, interpret: bool) -> dict[str, Array]:
 
 def _grid(kernel: Kernel, prefetched: int) -> pltpu.PrefetchScalarGridSpec:
     carry = jax.eval_shape(lambda: jax.tree.leaves(_begin(kernel)))
+    spec = partial(_spec, kernel)
     return pltpu.PrefetchScalarGridSpec(
         num_scalar_prefetch=prefetched,
         grid=(*kernel.grid.values(), *kernel.loops.values()),
-        in_specs=[_spec(kernel, operand) for operand in kernel.inputs.values()],
-        out_specs=[_spec(kernel, operand) for operand in kernel.outputs.values()],
+        in_specs=list(map(spec, kernel.inputs.values())),
+        out_specs=list(map(spec, kernel.outputs.values())),
         scratch_shapes=[pltpu.VMEM(x.shape, x.dtype) for x in carry],
     )
 
@@ -82,14 +83,13 @@ def _lying_shape(array: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
 
 def _spec(kernel: Kernel, operand: Operand) -> pl.BlockSpec:
     column = _is_column(operand.array)
+    block = _swapped(operand.block(kernel.tiling), column)
 
     def index(*indices: Any) -> tuple:
-        ids, bounds = _split(kernel, indices)
-        at, _ = _coordinates(kernel, ids, bounds)
+        at, _ = _coordinates(kernel, *_split(kernel, indices))
         return tuple(_swapped(operand.place(at), column))
 
-    block = operand.block(kernel.tiling)
-    return pl.BlockSpec(tuple(_swapped(block, column)), index)
+    return pl.BlockSpec(tuple(block), index)
 
 
 def _swapped(axes: list[Any], column: bool) -> list[Any]:
@@ -104,16 +104,19 @@ def _split(kernel: Kernel, indices: tuple) -> tuple[tuple, Any]:
 
 
 def _coordinates(kernel: Kernel, ids: tuple, bounds: Any) -> tuple[dict, Any]:
-    # Where a step is, and whether it lies within the bounds of the innermost loop. A step beyond
-    # them is at the last tile, which is there already.
+    # Where a step is, and whether it lies within the bounds of the innermost loop.
     at = dict(zip((*kernel.grid, *kernel.loops), ids, strict=True))
-    if bounds is None:
-        return kernel.coordinates(at), True
+    inside = True if bounds is None else _move_inside(kernel, at, bounds)
+    return kernel.coordinates(at), inside
+
+
+def _move_inside(kernel: Kernel, at: dict[str, Any], bounds: Any) -> Any:
+    # A step beyond the bounds is at the last tile, which is there already.
     name = list(kernel.loops)[-1]
     first, stop = _limits(kernel, at, bounds)
     index = first + at[name]
     at[name] = jnp.maximum(jnp.minimum(index, stop - 1), 0)
-    return kernel.coordinates(at), index < stop
+    return index < stop
 
 
 def _limits(kernel: Kernel, at: dict[str, Any], bounds: Any) -> tuple[Any, Any]:

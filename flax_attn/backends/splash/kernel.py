@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import jax
@@ -74,11 +74,9 @@ def _inside(call: Call, name: str) -> Bool[Array, "#b t"]:
     """Return which tokens lie within all lengths, and for keys, within what any query may see."""
     index = jnp.arange(getattr(call, name).shape[1])[None]
     inside = jnp.ones_like(index, bool) if name == "query" else _seen_keys(call, index)
-    for part in call.mask.parts:
-        length = getattr(part, name) if isinstance(part, Lengths) else None
-        if length is not None:
-            inside = inside & _within(length, index)
-    return inside
+    found = [getattr(part, name) for part in call.mask.parts if isinstance(part, Lengths)]
+    given = [length for length in found if length is not None]
+    return reduce(jnp.logical_and, [_within(length, index) for length in given], inside)
 
 
 def _seen_keys(call: Call, index: Array) -> Bool[Array, "#b s"]:
@@ -114,8 +112,7 @@ def _segment_ids(call: Call) -> splash.SegmentIds | None:
     query, key = _segments(call)
     query = jnp.where(_inside(call, "query"), query, -1)
     key = jnp.where(_inside(call, "key"), key, -2)
-    b = call.shape[0]
-    return splash.SegmentIds(_pad_ids(query, b, -1), _pad_ids(key, b, -2))
+    return splash.SegmentIds(_pad_ids(query, call.shape[0], -1), _pad_ids(key, call.shape[0], -2))
 
 
 def _segments(call: Call) -> tuple[Array, Array]:
@@ -172,7 +169,7 @@ def _block(size: int) -> int:
     return next(block for block in _BLOCKS if padded(size) % block == 0)
 
 
-def _masks(call: Call) -> list[splash.Mask]:
+def _masks(call: Call) -> Sequence[splash.Mask]:
     """Return the static structure of the mask for every head."""
     _, n, t, s = call.shape
     # Lengths and segments are ids, which may be traced.
