@@ -206,7 +206,7 @@ def prepare(
     platform: str | None = None,
 ) -> Call:
     """Return the arguments of `dot_product_attention` as a call, or raise `ValueError`."""
-    query, key, value = _tokens(query, key, value)
+    query, key, value = _tokens(query=query, key=key, value=value)
     check_type("is_causal", is_causal, bool, "True or False")
     check_soft_cap(soft_cap)
     check_precision(precision)
@@ -236,13 +236,12 @@ def prepare(
     )
 
 
-def _tokens(query: Any, key: Any, value: Any) -> list[Array]:
-    named = {"query": query, "key": key, "value": value}
-    arrays = [as_argument(name, x) for name, x in named.items()]
-    shapes = [x.shape for x in arrays]
+def _tokens(**given: Any) -> tuple[Array, Array, Array]:
+    query, key, value = (as_argument(name, x) for name, x in given.items())
+    shapes = query.shape, key.shape, value.shape
     _check_known(*shapes)
-    check_inputs(*shapes, tuple(x.dtype.name for x in arrays))
-    return arrays
+    check_inputs(*shapes, (query.dtype.name, key.dtype.name, value.dtype.name))
+    return query, key, value
 
 
 def _as_bias(bias: Any, shape: tuple[int, int, int, int]) -> Array:

@@ -123,12 +123,10 @@ def for_parts(call: Call) -> Backend:
     """
     candidates = [load(name) for name in BACKENDS if load(name).in_parts]
     reasons = [refusal(backend, call) for backend in candidates]
-    for backend, reason in zip(candidates, reasons, strict=True):
-        if reason is None:
-            return backend
-    raise Unsupported(
-        f"no backend attends to parts of the keys of this call: {'; '.join(filter(None, reasons))}"
-    )
+    if None in reasons:
+        return candidates[reasons.index(None)]
+    given = "; ".join(filter(None, reasons))
+    raise Unsupported(f"no backend attends to parts of the keys of this call: {given}")
 
 
 def runs_on(backend: Backend, platform: str) -> bool:

@@ -130,15 +130,13 @@ def _gradients(call: Call, kernel: Kernel, cotangent: Array) -> Arrays:
     return lax.fori_loop(0, b * k, step, zeros)
 
 
-def _put_gradients(
-    call: Call, kernel: Kernel, cotangent: Array, i: Array, gradients: Arrays
-) -> Arrays:
+def _put_gradients(call: Call, kernel: Kernel, cotangent: Array, i: Array, sums: Arrays) -> Arrays:
     row, kv = i // call.key.shape[2], i % call.key.shape[2]
     # Heads that share a key/value head, whose gradient the kernel sums.
     group = call.query.shape[2] // call.key.shape[2]
     found = _gradients_of_heads(call, kernel, cotangent, row, kv * group)
     places = [(row, 0, head, 0) for head in (kv * group, kv, kv)]
-    return tuple(map(put, gradients, found, places))
+    return tuple(map(put, sums, found, places))
 
 
 def _gradients_of_heads(

@@ -147,8 +147,10 @@ def compute_capability() -> float:
         True
     """
     asked = asked_chip()
-    if asked is not None:
-        return CHIPS[asked].capability
+    return _capability_in_use() if asked is None else CHIPS[asked].capability
+
+
+def _capability_in_use() -> float:
     device = jax.local_devices()[0]
     mesh = jax.sharding.get_abstract_mesh().abstract_device
     if mesh is None or mesh.device_kind == getattr(device, "device_kind", None):

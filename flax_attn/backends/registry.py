@@ -70,13 +70,16 @@ def _supported(backend: Backend) -> dict[str, bool]:
 
 def _described(backend: Backend) -> str:
     """Return what a table of features cannot hold, as an item of a list."""
-    about = import_module(type(backend).__module__).__doc__ or ""
-    summary = about.partition("\n")[0].rstrip(".")
     lines = [
-        f"- **`{backend.name}`** ({backend.source}): {summary}",
+        f"- **`{backend.name}`** ({backend.source}): {_summary(backend)}",
         f"  - masks that stay structure: {backend.structure}",
         f"  - NaN and infinity: {backend.nonfinite}",
     ]
     if backend.limits:
         lines.append(f"  - also refused: {backend.limits}")
     return "\n".join(lines)
+
+
+def _summary(backend: Backend) -> str:
+    about = import_module(type(backend).__module__).__doc__ or ""
+    return about.partition("\n")[0].rstrip(".")

@@ -13,7 +13,7 @@ call has:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -24,16 +24,11 @@ from einops import rearrange
 from jax import lax
 from jaxtyping import Array, Float
 
+from flax_attn.backends.blocked.prepared import Prepared, prepared
 from flax_attn.backends.blocked.slices import add, add_as, put
 from flax_attn.backends.blocked.spans import Division, Span, divided
-from flax_attn.backends.blocked.wide_tile import (
-    Place,
-    Prepared,
-    Rows,
-    TileSoftmax,
-    WideTile,
-    prepared,
-)
+from flax_attn.backends.blocked.tile_loops import over_span, over_spans
+from flax_attn.backends.blocked.wide_tile import Place, Rows, TileSoftmax, WideTile
 from flax_attn.backends.call import Call, Floats
 from flax_attn.backends.softmax import Softmax, reciprocal
 from flax_attn.backends.tile import score_gradients, times
@@ -89,8 +84,8 @@ def _over_tiles(call: Call, in_tile: Callable[[WideTile], Any]) -> Any:
     arrays = prepared(call)
     division = divided(call, FORWARD, UNROLLED)
     step = partial(_forward_step, arrays, division, in_tile)
-    in_span = partial(_over_span, division, step)
-    return _over_spans(division, in_span, arrays.key_nan)[1]
+    in_span = partial(over_span, division, step)
+    return over_spans(division, in_span, arrays.key_nan)[1]
 
 
 def _forward_step(
@@ -119,7 +114,7 @@ def _applied(tile: WideTile, found: TileSoftmax) -> Float[Array, "b k t g v"]:
 
 def _gradients(call: Call, rows: Rows) -> Floats:
     one = _backward_pass(call, rows)
-    sums, _ = _over_spans(one.division, one.in_span, one.zeros())
+    sums, _ = over_spans(one.division, one.in_span, one.zeros())
     return sums._replace(
         key=_of_keys(call.key, sums.key * call.scale),
         value=_of_keys(call.value, sums.value),
@@ -162,7 +157,7 @@ class _BackwardPass:
         first = self.tile(Place(part, span, 0))
         key, value = first.take_keys(sums.key), first.take_keys(sums.value)
         own = sums._replace(key=key, value=value)
-        found, _ = _over_span(self.division, self.step, own, part, span)
+        found, _ = over_span(self.division, self.step, own, part, span)
         return first.put_keys(sums, found), None
 
     def tile(self, place: Place) -> WideTile:
@@ -251,74 +246,6 @@ def _with_sinks(sums: Array | None, tile: WideTile, top: Array, shares: Array) -
         return None
     part = (jnp.exp(sinks - top) * shares).sum(axis=(0, 2, 4)).reshape(-1)
     return add(sums, -part, tile.first[1:2])
-
-
-def _over_spans(
-    division: Division, in_span: Callable[[Any, Index | int, Span], tuple], carry: Any
-) -> tuple[Any, Any]:
-    """Return `carry` after every span, and what was found in them, joined to `(b, t, n, _)`."""
-    in_part = partial(_over_part, division.spans, in_span)
-    carry, parts = _scan(division, division.parts, in_part, carry)
-    return carry, jax.tree.map(partial(_join_parts, division), parts)
-
-
-def _over_part(
-    spans: Sequence[Span], in_span: Callable, carry: Any, part: Index | int
-) -> tuple[Any, Any]:
-    pieces = []
-    for span in spans:
-        carry, found = in_span(carry, part, span)
-        pieces.append(found)
-    return carry, jax.tree.map(_joined, *pieces)
-
-
-def _joined(*pieces: Float[Array, "b k t g w"]) -> Float[Array, "b k t g w"]:
-    return jnp.concatenate(pieces, axis=2)
-
-
-def _over_span(
-    division: Division,
-    step: Callable[[Any, Place], tuple],
-    carry: Any,
-    part: Index | int,
-    span: Span,
-) -> tuple[Any, Any]:
-    """Return `carry` after the tiles of a span, and what was found in them, `(b, k, t, g, _)`."""
-    carry, tiles = _scan(division, span.count, partial(_at_place, step, part, span), carry)
-    return carry, jax.tree.map(lambda x: rearrange(x, "i b k t g w -> b k (i t) g w"), tiles)
-
-
-def _at_place(
-    step: Callable[[Any, Place], tuple], part: Index | int, span: Span, carry: Any, i: Index | int
-) -> tuple[Any, Any]:
-    return step(carry, Place(part, span, i))
-
-
-def _scan(
-    division: Division, count: int, step: Callable[[Any, Any], tuple], carry: Any
-) -> tuple[Any, Any]:
-    # XLA knows how often such a loop runs, so that the host does not wait for it.
-    if not division.unrolled and count > 1:
-        return lax.scan(step, carry, jnp.arange(count, dtype=jnp.int32))
-    return _unrolled(count, step, carry)
-
-
-def _unrolled(count: int, step: Callable[[Any, Any], tuple], carry: Any) -> tuple[Any, Any]:
-    every = []
-    for i in range(count):
-        carry, found = step(carry, i)
-        every.append(found)
-    return carry, jax.tree.map(_stacked, *every)
-
-
-def _stacked(*tiles: Array) -> Array:
-    return jnp.stack(tiles)
-
-
-def _join_parts(division: Division, parts: Float[Array, "i b k t g w"]) -> Array:
-    # A part is some rows of the batch whole, or some heads of one row.
-    axes = "(p j) b k t g w -> (p b) t (j k g) w"
-    return rearrange(parts, axes, j=division.head_parts)
 
 
 def batched_memory(call: Call) -> int:

@@ -108,13 +108,10 @@ def _saved_head(saved: Softmax, b: Array, n: Array) -> Softmax:
 def _only_finite(call: Call, b: Array, n: Array, found: Floats) -> Floats:
     # The gradients of tokens that are finite, and that of the scale.
     kv = n // (call.query.shape[2] // call.key.shape[2])
-    query, key, value = _pick(call.query, b, n), _pick(call.key, b, kv), _pick(call.value, b, kv)
-    return found._replace(
-        query=_where_finite(query, found.query),
-        key=_where_finite(key, found.key),
-        value=_where_finite(value, found.value),
-        scale=(found.query * zero_nonfinite(query)).sum(),
-    )
+    tokens = _pick(call.query, b, n), _pick(call.key, b, kv), _pick(call.value, b, kv)
+    query, key, value = map(_where_finite, tokens, found[:3])
+    scale = (found.query * zero_nonfinite(tokens[0])).sum()
+    return found._replace(query=query, key=key, value=value, scale=scale)
 
 
 def _add_head(factor: Any, group: int, sums: Floats, b: Array, n: Array, found: Floats) -> Floats:

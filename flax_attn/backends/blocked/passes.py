@@ -113,25 +113,19 @@ def _sink_gradient(head: Head, sink: Array, top: Array, delta: Array) -> Array:
     return -(weight * delta).sum()
 
 
-def _backward_block(
-    head: Head, all_rows: _Rows, sums: _KeySums, start: Array
-) -> tuple[_KeySums, Array]:
+def _backward_block(head: Head, all_rows: _Rows, sums: _KeySums, start: Array) -> _Carry:
     rows = all_rows.block(start, head.tiling.block)
     step = partial(_backward_step, head, rows)
     return over_chunks(head, start, step, _backward_edges(head, rows, sums, start))
 
 
-def _backward_step(
-    head: Head, rows: _Rows, carry: tuple[_KeySums, Array], tile: Tile
-) -> tuple[_KeySums, Array]:
+def _backward_step(head: Head, rows: _Rows, carry: _Carry, tile: Tile) -> _Carry:
     sums, d_query = carry
     d_rows, sums = _backward_tile(head, rows, tile, sums)
     return sums, d_query + d_rows
 
 
-def _backward_edges(
-    head: Head, block: _Rows, sums: _KeySums, start: Array
-) -> tuple[_KeySums, Array]:
+def _backward_edges(head: Head, block: _Rows, sums: _KeySums, start: Array) -> _Carry:
     parts = []
     for rows, tiles in edges(head, start):
         sums, d_query = _backward_rows(head, block.part(rows), tiles, sums)
@@ -139,9 +133,7 @@ def _backward_edges(
     return sums, jnp.concatenate(parts or [jnp.zeros(block.query.shape, head.sums)])
 
 
-def _backward_rows(
-    head: Head, rows: _Rows, tiles: Sequence[Tile], sums: _KeySums
-) -> tuple[_KeySums, Array]:
+def _backward_rows(head: Head, rows: _Rows, tiles: Sequence[Tile], sums: _KeySums) -> _Carry:
     carry = sums, jnp.zeros(rows.query.shape, head.sums)
     return reduce(partial(_backward_step, head, rows), tiles, carry)
 
@@ -156,13 +148,14 @@ class _KeySums(NamedTuple):
     @staticmethod
     def zeros(head: Head) -> _KeySums:
         zeros = partial(jnp.zeros, dtype=head.sums)
-        captured = () if head.score is None else head.score.floats
-        return _KeySums(
-            key=zeros(head.key.shape[::-1]),
-            value=zeros(head.value.shape[::-1]),
-            bias=None if head.bias is None else zeros(head.bias.shape[2:]),
-            captured=tuple(zeros(x.shape) for x in captured),
-        )
+        bias = None if head.bias is None else zeros(head.bias.shape[2:])
+        floats = () if head.score is None else head.score.floats
+        captured = tuple(zeros(x.shape) for x in floats)
+        return _KeySums(zeros(head.key.shape[::-1]), zeros(head.value.shape[::-1]), bias, captured)
+
+
+# With the gradient of some queries.
+_Carry = tuple[_KeySums, Array]
 
 
 class _Rows(NamedTuple):

@@ -78,12 +78,12 @@ def _forward_in_parts(plan: Plan, one: Pass, dtype: jnp.dtype) -> Softmax:
     parts = _run(plan, part_kernel(one))
     found = _run(plan, merge_kernel(one, parts, dtype))
     output = one.form.arrange(found["output"])
-    unpacked = partial(rearrange, pattern="b k (g t) 1 -> b (k g) t 1", g=one.group)
-    return Softmax(
-        output=rearrange(output, "b (g t) k v -> b t (k g) v", g=one.group),
-        top=unpacked(found["top"]),
-        total=unpacked(found["total"]),
-    )
+    output = rearrange(output, "b (g t) k v -> b t (k g) v", g=one.group)
+    return Softmax(output, _unpacked(found["top"], one.group), _unpacked(found["total"], one.group))
+
+
+def _unpacked(x: Float[Array, "b k gt 1"], group: int) -> Float[Array, "b n t 1"]:
+    return rearrange(x, "b k (g t) 1 -> b (k g) t 1", g=group)
 
 
 def backward(plan: Plan, call: Call, saved: Softmax, cotangent: Array) -> Floats:

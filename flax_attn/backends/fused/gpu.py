@@ -27,9 +27,7 @@ def arrange(x: Array) -> Array:
 
 def run(kernel: Kernel, interpret: bool) -> dict[str, Array]:
     """Return the outputs of a kernel."""
-    arrays = [operand.array for operand in kernel.inputs.values()]
-    if kernel.bounds is not None:
-        arrays.append(kernel.bounds)
+    arrays = _arrays(kernel)
     # Blocks are whole arrays, of which a program takes tiles.
     whole = pl.BlockSpec(memory_space=pl.ANY)
     found = pl.pallas_call(
@@ -46,6 +44,11 @@ def run(kernel: Kernel, interpret: bool) -> dict[str, Array]:
         name=kernel.name,
     )(*arrays)
     return dict(zip(kernel.outputs, found, strict=True))
+
+
+def _arrays(kernel: Kernel) -> list[Array]:
+    arrays = [operand.array for operand in kernel.inputs.values()]
+    return arrays if kernel.bounds is None else [*arrays, kernel.bounds]
 
 
 def _program(kernel: Kernel, *refs: Any) -> None:

@@ -69,19 +69,18 @@ class BackwardPass(Pass):
 
 def query_kernel(one: BackwardPass) -> Kernel:
     """Return the kernel that computes the gradient of the queries, and of the scale by rows."""
-    call, inputs = one.call, one.inputs
-    outputs = {"query": one.result(call.query, one.form.QUERY_AXES)}
+    outputs = {"query": one.result(one.call.query, one.form.QUERY_AXES)}
     if one.has_scale:
-        shape = *call.shape[:3], 1
+        shape = *one.call.shape[:3], 1
         outputs["scale"] = rows(jax.ShapeDtypeStruct(shape, SUMS))
     return Kernel(
         name="attention_backward_query",
         tiling=one.tiling,
-        inputs=inputs,
+        inputs=one.inputs,
         outputs=outputs,
         grid=one.grid("bnt"),
         loops=one.grid("s"),
-        bounds=bounds.of_queries(call, one.tiling),
+        bounds=bounds.of_queries(one.call, one.tiling),
         outer="t",
         group=one.group,
         begin=partial(_begin_query, one),
@@ -171,23 +170,27 @@ def added_kernel(one: BackwardPass, name: str) -> Kernel:
     It is the bias, or what a function of scores captured. The gradient has the axes of the array
     that are not 1; where queries or keys are summed over, there is one for each row and head.
     """
-    call, tiling, inputs = one.call, one.tiling, one.inputs
+    inputs = one.inputs
     added = _added_form(one, inputs[name].array.shape)
     return Kernel(
         name="attention_backward_added",
-        tiling=tiling,
+        tiling=one.tiling,
         inputs=inputs,
         outputs={name: added.output},
         grid=added.grid,
         loops=added.loops or {"once": 1},
-        bounds=None if added.limits is None else added.limits(call, tiling),
+        bounds=None if added.limits is None else added.limits(one.call, one.tiling),
         outer="s" if "t" in added.loops else "t",
         group=one.group,
         begin=partial(jnp.zeros, added.block, SUMS),
-        fixed=lambda read, at: None,
+        fixed=_nothing,
         step=partial(_step_added, one, name, added.block),
         finish=lambda read, at, fixed, sums: {name: sums},
     )
+
+
+def _nothing(read: Read, at: Coordinates) -> None:
+    return None
 
 
 class _AddedForm(NamedTuple):
@@ -207,12 +210,11 @@ def _added_form(one: BackwardPass, shape: tuple[int, ...]) -> _AddedForm:
 
 
 def _along_both(one: BackwardPass, shape: tuple[int, ...]) -> _AddedForm:
-    counts = one.counts
     # Rows and heads that share the array are looped over.
-    shared = [axis for axis, size in zip("bn", shape[:2], strict=True) if size == 1]
+    shared = [axis for axis, size in zip("bn", shape, strict=False) if size == 1]
     return _AddedForm(
-        grid=counts | dict.fromkeys(shared, 1),
-        loops={axis: counts[axis] for axis in shared},
+        grid=one.counts | dict.fromkeys(shared, 1),
+        loops=one.grid("".join(shared)),
         block=(one.tiling.t, one.tiling.s),
         output=along(jax.ShapeDtypeStruct(shape, SUMS)),
         limits=None,
@@ -250,13 +252,11 @@ def _step_added(
     fixed: None,
     sums: Array,
 ) -> Array:
-    own = one.rows(read, at)
-    key, value = _read_keys(read, at)
+    tile = one.scores, read, at, one.rows(read, at), *_read_keys(read, at)
     if name == "bias":
-        return sums + _summed_to(block, weights(one.scores, read, at, own, key, value).d_scores)
+        return sums + _summed_to(block, weights(*tile).d_scores)
     captured = name, jnp.broadcast_to(read(name), block)
-    found = weights(one.scores, read, at, own, key, value, captured)
-    return sums + jnp.asarray(found.captured)
+    return sums + jnp.asarray(weights(*tile, captured).captured)
 
 
 def _summed_to(block: tuple[int, int], d_scores: Array) -> Array:

@@ -59,14 +59,11 @@ def operands(call: Call) -> dict[str, Operand]:
 
 
 def _options(call: Call) -> dict[str, Array]:
-    found = {}
-    if call.bias is not None:
-        found["bias"] = call.bias
-    if call.sinks is not None:
-        found["sinks"] = call.sinks[None, :, None, None]
-    if not isinstance(call.scale, Real):
-        found["scale"] = jnp.reshape(call.scale, (1, 1, 1, 1))
-    return found
+    sinks = None if call.sinks is None else call.sinks[None, :, None, None]
+    # A scale that is a number is known to the kernel.
+    scale = None if isinstance(call.scale, Real) else jnp.reshape(call.scale, (1, 1, 1, 1))
+    found = {"bias": call.bias, "sinks": sinks, "scale": scale}
+    return {name: x for name, x in found.items() if x is not None}
 
 
 def packed(x: Array, k: int, group: int, t: int) -> Array:

@@ -63,13 +63,11 @@ class Pass:
     @property
     def inputs(self) -> dict[str, Operand]:
         """What a kernel reads of the call."""
-        call, form = self.call, self.form
-        return {
-            "query": Operand(form.arrange(call.query), form.QUERY_AXES),
-            "key": Operand(form.arrange(call.key), form.KEY_AXES),
-            "value": Operand(form.arrange(call.value), form.KEY_AXES),
-            **operands(call),
-        }
+        axes = {"query": self.form.QUERY_AXES, "key": self.form.KEY_AXES}
+        axes |= {"value": self.form.KEY_AXES}
+        arranged = {name: self.form.arrange(getattr(self.call, name)) for name in axes}
+        found = {name: Operand(x, axes[name]) for name, x in arranged.items()}
+        return found | operands(self.call)
 
     def query(self, read: Read) -> Tokens:
         """Return the queries of a tile; none is finite where the sink of its head is not."""

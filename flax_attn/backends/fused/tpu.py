@@ -176,17 +176,10 @@ class _Program(NamedTuple):
         """Return a kernel with its memory."""
         bounds, refs = (None, refs) if kernel.bounds is None else (refs[0], refs[1:])
         inputs = dict(zip(kernel.inputs, refs, strict=False))
-        refs = refs[len(inputs) :]
-        results = dict(zip(kernel.outputs, refs, strict=False))
-        scratch = refs[len(results) :]
-        return _Program(
-            kernel=kernel,
-            bounds=bounds,
-            inputs=inputs,
-            results=results,
-            scratch=scratch,
-            structure=jax.tree.structure(_begin(kernel)),
-        )
+        results = dict(zip(kernel.outputs, refs[len(inputs) :], strict=False))
+        scratch = refs[len(inputs) + len(results) :]
+        structure = jax.tree.structure(_begin(kernel))
+        return _Program(kernel, bounds, inputs, results, scratch, structure)
 
     def read(self, name: str) -> Array:
         """Return the tile of an input."""

@@ -68,11 +68,7 @@ def _differentiate(differentiated, primals, tangents):
     dtype = _output_dtype(call, differentiated)
     found = results._replace(output=results.output.astype(dtype))
     # Top and total are read by derivatives alone, which do not depend on them but by rounding.
-    return found, Results(
-        output=change.astype(dtype),
-        top=jnp.zeros_like(results.top),
-        total=jnp.zeros_like(results.total),
-    )
+    return found, Results(change.astype(dtype), *map(jnp.zeros_like, results[1:]))
 
 
 def _output_dtype(call: Call, differentiated: bool) -> jnp.dtype:
