@@ -178,9 +178,12 @@ def _attend(call: Call, backend: str, return_weights: bool) -> tuple[Array, Arra
     else:
         chosen = choose(call, backend)
         if return_weights and chosen.name == "reference":
-            return reference.with_weights(call)
+            return reference.with_weights(call.without_nonfinite_sinks())
         output = derivatives.attend(chosen, call)
-    return output, reference.with_weights(call)[1] if return_weights else None
+    if not return_weights:
+        return output, None
+    _, weights = reference.with_weights(call.without_nonfinite_sinks())
+    return output, weights
 
 
 def single_head_attention(

@@ -22,6 +22,8 @@ class Backend:
             formula, by `flax_attn.backends.derivatives`.
         in_parts: whether it computes the softmax over a part of the keys, with `forward` and
             `backward`.
+        any_sinks: whether it takes sinks that are NaN or infinity, for which all others get a copy
+            of the query.
         nonfinite: how numbers that are not finite only reach the rows that see them, for
             the documentation.
         source: source of the kernel, for the documentation.
@@ -38,6 +40,7 @@ class Backend:
     typed: bool = False
     every_mode: bool = False
     in_parts: bool = False
+    any_sinks: bool = False
     nonfinite: str = ""
     source: str = "flax_attn"
     structure: str = "none"

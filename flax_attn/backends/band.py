@@ -54,20 +54,25 @@ def attend_band(call: Call, kernel: Callable[[Call, Band, Array, Array, Array], 
 
 def _attend(kernel: Callable[[Call, Band, Array, Array, Array], Array], call: Call) -> Array:
     left, right = sides(call)
-    query = _shortest(call, "query")
-    key = _shortest(call, "key")
+    query, key = _seeing(call, left), _shortest(call, "key")
+    band = Band(left, right, jnp.maximum(query, 1), jnp.maximum(key, 1))
+    output = kernel(call, band, call.query, call.key, call.value)
+    return _first_rows(output, query) if has_lengths(call) else output
+
+
+def _first_rows(output: Array, count: Array) -> Array:
+    # Zeros for the queries of each row behind so many.
+    index = jnp.arange(output.shape[1], dtype=jnp.int32)
+    sees = index[None] < count[:, None]
+    return jnp.where(sees[..., None, None], output, 0)
+
+
+def _seeing(call: Call, left: int | None) -> Array:
+    """Return how many queries of each row, from the first, see a key."""
+    query, key = _shortest(call, "query"), _shortest(call, "key")
     # A window that ends left of the first padded key leaves later queries with nothing to see.
     query = query if left is None else jnp.minimum(query, key + left)
-    query = jnp.where(key > 0, query, 0)
-    real_query = jnp.maximum(query, 1)
-    real_key = jnp.maximum(key, 1)
-    band = Band(left, right, real_query, real_key)
-    output = kernel(call, band, call.query, call.key, call.value)
-    if not has_lengths(call):
-        return output
-    index = jnp.arange(call.shape[2], dtype=jnp.int32)
-    sees = index[None] < query[:, None]
-    return jnp.where(sees[..., None, None], output, 0)
+    return jnp.where(key > 0, query, 0)
 
 
 def _shortest(call: Call, name: str) -> Array:

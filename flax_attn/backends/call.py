@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from numbers import Real
 from typing import Any, ClassVar, NamedTuple
@@ -132,13 +132,16 @@ class Call:
         captured = () if self.score is None else self.score.floats
         return Floats(self.query, self.key, self.value, self.bias, self.sinks, scale, captured)
 
+    def without_nonfinite_sinks(self) -> Call:
+        """Return the call with NaN as the queries of heads whose sink is NaN or infinity."""
+        if self.sinks is None:
+            return self
+        query, sinks = without_nonfinite_sinks(self.query, self.sinks)
+        return replace(self, query=query, sinks=sinks)
+
     def cotangent(self, gradients: Floats) -> Call:
         """Return gradients as a call, in the dtypes of its arrays; None where there is none."""
-
-        def cast(gradient: Array | None, x: Array | None) -> Array | None:
-            return None if gradient is None or x is None else gradient.astype(x.dtype)
-
-        gradients = jax.tree.map(cast, gradients, self.floats, is_leaf=lambda x: x is None)
+        gradients = jax.tree.map(_cast, gradients, self.floats, is_leaf=lambda x: x is None)
         found = gradients._asdict()
         found["score"] = None if self.score is None else self.score.cotangent(gradients.captured)
         found["scale"] = None if isinstance(self.scale, Real) else gradients.scale
@@ -152,6 +155,10 @@ ARRAY_SCALE = "array scale"
 OPTIONS = *(one.name for one in fields(Call) if one.name not in _IN_EVERY_CALL), ARRAY_SCALE
 _ARRAYS = tuple(one.name for one in fields(Call) if not one.metadata)
 _OPTIONS = tuple(one.name for one in fields(Call) if one.metadata)
+
+
+def _cast(gradient: Array | None, x: Array | None) -> Array | None:
+    return None if gradient is None or x is None else gradient.astype(x.dtype)
 
 
 def _flatten(call: Call) -> tuple[list, tuple]:
@@ -171,12 +178,11 @@ def _flatten_with_keys(call: Call) -> tuple[list, tuple]:
 
 def _unflatten(known: tuple, arrays: Any) -> Call:
     scale, options = known
-    values = dict(zip(_ARRAYS, arrays, strict=True)) | dict(zip(_OPTIONS, options, strict=True))
-    if scale is not None:
-        values["scale"] = scale
     # JAX's transforms put other objects in the place of arrays: nothing is checked again.
     call = object.__new__(Call)
-    vars(call).update(values)
+    vars(call).update(zip((*_ARRAYS, *_OPTIONS), (*arrays, *options), strict=True))
+    if scale is not None:
+        vars(call)["scale"] = scale
     return call
 
 
@@ -200,40 +206,54 @@ def prepare(
     platform: str | None = None,
 ) -> Call:
     """Return the arguments of `dot_product_attention` as a call, or raise `ValueError`."""
-    query, key, value = (
-        as_argument(name, x) for name, x in (("query", query), ("key", key), ("value", value))
-    )
-    _check_known(query.shape, key.shape, value.shape)
-    check_inputs(
-        query.shape, key.shape, value.shape, (query.dtype.name, key.dtype.name, value.dtype.name)
-    )
+    query, key, value = _tokens(query=query, key=key, value=value)
     check_type("is_causal", is_causal, bool, "True or False")
     check_soft_cap(soft_cap)
     check_precision(precision)
     check_type("dropout", dropout, KeyedDropout | None, "dropout=KeyedDropout(0.1, key)")
     platform = platform_of(query) if platform is None else platform
-    if dropout is not None and dropout.rate == 0:
-        dropout = None
     if query.ndim == 3:
         query, key, value = query[None], key[None], value[None]
-    shape = (query.shape[0], query.shape[2], query.shape[1], key.shape[1])
-    if bias is not None:
-        bias = as_argument("bias", bias)
-        check_bias(bias.shape, bias.dtype.name, shape)
-        bias = bias.reshape((1,) * (4 - bias.ndim) + bias.shape)
+    b, t, n, h = query.shape
+    shape = b, n, t, key.shape[1]
     dtype = accumulation_dtype(query.dtype)
-    scale = query.shape[-1] ** -0.5 if scale is None else _as_scale(scale, dtype)
+    bias = None if bias is None else _as_bias(bias, shape)
+    scale = h**-0.5 if scale is None else _as_scale(scale, dtype)
     mask = as_mask(mask) & Mask.causal() if is_causal else as_mask(mask)
-    mask = mask.resolve(*shape)
-    soft_cap = None if soft_cap is None else float(soft_cap)
-    traced = _traced(score, shape, dtype)
-    if sinks is not None:
-        sinks = as_argument("sinks", sinks)
-        check_sinks(query.shape[2], sinks.shape, sinks.dtype.name)
-        query, sinks = without_nonfinite_sinks(query, sinks)
     return Call(
-        query, key, value, bias, mask, scale, soft_cap, sinks, dropout, precision, platform, traced
+        query=query,
+        key=key,
+        value=value,
+        bias=bias,
+        mask=mask.resolve(*shape),
+        scale=scale,
+        soft_cap=None if soft_cap is None else float(soft_cap),
+        score=_traced(score, shape, dtype),
+        sinks=None if sinks is None else _as_sinks(sinks, n),
+        dropout=None if dropout is None or dropout.rate == 0 else dropout,
+        precision=precision,
+        platform=platform,
     )
+
+
+def _tokens(**given: Any) -> tuple[Array, Array, Array]:
+    query, key, value = (as_argument(name, x) for name, x in given.items())
+    shapes = query.shape, key.shape, value.shape
+    _check_known(*shapes)
+    check_inputs(*shapes, (query.dtype.name, key.dtype.name, value.dtype.name))
+    return query, key, value
+
+
+def _as_bias(bias: Any, shape: tuple[int, int, int, int]) -> Array:
+    bias = as_argument("bias", bias)
+    check_bias(bias.shape, bias.dtype.name, shape)
+    return bias.reshape((1,) * (4 - bias.ndim) + bias.shape)
+
+
+def _as_sinks(sinks: Any, n: int) -> Array:
+    sinks = as_argument("sinks", sinks)
+    check_sinks(n, sinks.shape, sinks.dtype.name)
+    return sinks
 
 
 def as_argument(name: str, value: Any) -> Array:
@@ -249,9 +269,10 @@ def _as_scale(scale: Any, dtype: jnp.dtype) -> Any:
         scale = jnp.asarray(scale)
         check_scale(scale, scale.shape, scale.dtype.name)
         return scale.astype(dtype)
-    if isinstance(scale, np.ndarray) and scale.ndim:
-        check_scale(scale, scale.shape, scale.dtype.name)
-    scale = scale.item() if isinstance(scale, np.ndarray) else scale
+    if isinstance(scale, np.ndarray):
+        if scale.ndim:
+            check_scale(scale, scale.shape, scale.dtype.name)
+        scale = scale.item()
     check_scale(scale, None, "")
     return float(scale)
 

@@ -43,10 +43,14 @@ def _best(call: Call) -> Backend:
     if call.platform == "cpu":
         return able[0]
     # The formula has every derivative, and is as good for very few tokens.
-    if max(call.shape[2:]) <= VERY_SHORT:
-        return load("reference")
-    times = [predicted(x, call) for x in able]
-    return next(x for x, time in zip(able, times, strict=True) if time <= EQUAL * min(times))
+    very_short = max(call.shape[2:]) <= VERY_SHORT
+    return load("reference") if very_short else _fastest(call, able)
+
+
+def _fastest(call: Call, able: list[Backend]) -> Backend:
+    times = [predicted(backend, call) for backend in able]
+    fast = [time <= EQUAL * min(times) for time in times]
+    return able[fast.index(True)]
 
 
 def in_order(call: Call) -> Backend:
@@ -119,12 +123,10 @@ def for_parts(call: Call) -> Backend:
     """
     candidates = [load(name) for name in BACKENDS if load(name).in_parts]
     reasons = [refusal(backend, call) for backend in candidates]
-    for backend, reason in zip(candidates, reasons, strict=True):
-        if reason is None:
-            return backend
-    raise Unsupported(
-        f"no backend attends to parts of the keys of this call: {'; '.join(filter(None, reasons))}"
-    )
+    if None in reasons:
+        return candidates[reasons.index(None)]
+    given = "; ".join(filter(None, reasons))
+    raise Unsupported(f"no backend attends to parts of the keys of this call: {given}")
 
 
 def runs_on(backend: Backend, platform: str) -> bool:

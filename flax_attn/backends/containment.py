@@ -109,35 +109,42 @@ def _finite_in_all(size: int, batched: Any, *arrays: Array) -> tuple[Array, bool
 def _output(call: Call, kernel: Kernel) -> Array:
     if may_be_partitioned():
         return _on_copies(call, kernel, known_row_factor)
-    (b, t, n, _), v = call.query.shape, call.value.shape[3]
+    b, t, n, _ = call.query.shape
+    zeros = jnp.zeros((b, t, n, call.value.shape[3]), call.query.dtype)
+    return lax.fori_loop(0, b * n, partial(_put_output, call, kernel), zeros)
 
-    def step(i: Array, output: Array) -> Array:
-        row, head = i // n, i % n
-        return put(
-            output,
-            _on_copies(_heads(call, row, head, 1), kernel, known_row_factor),
-            (row, 0, head, 0),
-        )
 
-    return lax.fori_loop(0, b * n, step, jnp.zeros((b, t, n, v), call.query.dtype))
+def _put_output(call: Call, kernel: Kernel, i: Array, output: Array) -> Array:
+    n = call.query.shape[2]
+    row, head = i // n, i % n
+    found = _on_copies(_heads(call, row, head, 1), kernel, known_row_factor)
+    return put(output, found, (row, 0, head, 0))
 
 
 def _gradients(call: Call, kernel: Kernel, cotangent: Array) -> Arrays:
     if may_be_partitioned():
         return _gradients_on_copies(call, kernel, cotangent)
-    (b, t, n, _), k, v = call.query.shape, call.key.shape[2], call.value.shape[3]
-    group = n // k  # heads that share a key/value head, whose gradient the kernel sums
+    b, _, k, _ = call.key.shape
+    step = partial(_put_gradients, call, kernel, cotangent)
+    zeros = tuple(jnp.zeros_like(x) for x in _arrays(call))
+    return lax.fori_loop(0, b * k, step, zeros)
 
-    def step(i: Array, gradients: Arrays) -> Arrays:
-        row, kv = i // k, i % k
-        heads = kv * group, kv, kv
-        part = take(cotangent, (row, 0, kv * group, 0), (1, t, group, v))
-        found = _gradients_on_copies(_heads(call, row, kv * group, group), kernel, part)
-        return tuple(
-            put(x, d, (row, 0, head, 0)) for x, d, head in zip(gradients, found, heads, strict=True)
-        )
 
-    return lax.fori_loop(0, b * k, step, tuple(jnp.zeros_like(x) for x in _arrays(call)))
+def _put_gradients(call: Call, kernel: Kernel, cotangent: Array, i: Array, sums: Arrays) -> Arrays:
+    row, kv = i // call.key.shape[2], i % call.key.shape[2]
+    # Heads that share a key/value head, whose gradient the kernel sums.
+    group = call.query.shape[2] // call.key.shape[2]
+    found = _gradients_of_heads(call, kernel, cotangent, row, kv * group)
+    places = [(row, 0, head, 0) for head in (kv * group, kv, kv)]
+    return tuple(map(put, sums, found, places))
+
+
+def _gradients_of_heads(
+    call: Call, kernel: Kernel, cotangent: Array, row: Array, first: Array
+) -> Arrays:
+    part = _heads(call, row, first, call.query.shape[2] // call.key.shape[2])
+    shape = *part.query.shape[:3], cotangent.shape[3]
+    return _gradients_on_copies(part, kernel, take(cotangent, (row, 0, first, 0), shape))
 
 
 def _arrays(call: Call) -> Arrays:

@@ -70,16 +70,12 @@ class CuDNN(Backend):
 
         Those of one head; of all heads if sizes are padded or the mask becomes an array.
         """
-        (b, n, t, s), (rows, cols, width), k = call.shape, _sizes(call), call.key.shape[2]
-        if _keeps(call) and (rows, cols, width, width) == (
-            t,
-            s,
-            call.query.shape[-1],
-            call.value.shape[-1],
-        ):
+        if _keeps(call) and not _is_padded(call):
             return containment.memory(call)
-        copies = 2 * b * width * (rows * n + cols * k)
-        return (copies + (0 if _keeps(call) else array_size(call))) * call.query.dtype.itemsize
+        (b, n, _, _), k = call.shape, call.key.shape[2]
+        rows, cols, width = _sizes(call)
+        array = 0 if _keeps(call) else array_size(call)
+        return (2 * b * width * (rows * n + cols * k) + array) * call.query.dtype.itemsize
 
     def work(self, call: Call) -> KernelWork:
         """Return the work of a kernel, slower with a mask as an array, of a test and copies."""
@@ -104,16 +100,21 @@ def _keeps(call: Call) -> bool:
 
 
 def _kernel(call: Call, band: Band, query: Array, key: Array, value: Array) -> Array:
-    structure = {
-        "is_causal": band.right == 0,
-        "local_window_size": None if band.left is None else (band.left, 0),
-    }
-    return _attention(call, query, key, value, lengths=(band.query, band.key), **structure)
+    return _attention(
+        call,
+        query,
+        key,
+        value,
+        lengths=(band.query, band.key),
+        is_causal=band.right == 0,
+        local_window_size=None if band.left is None else (band.left, 0),
+    )
 
 
 def _array_kernel(call: Call, *arrays: Array | None) -> Array:
     b, _, t, s = call.shape
-    return _attention(call, *arrays, lengths=(jnp.full(b, t, jnp.int32), jnp.full(b, s, jnp.int32)))
+    lengths = jnp.full(b, t, jnp.int32), jnp.full(b, s, jnp.int32)
+    return _attention(call, *arrays, lengths=lengths)
 
 
 def _attention(
@@ -127,23 +128,29 @@ def _attention(
     lengths: tuple[Array, Array],
     **structure,
 ):
-    (_, _, t, s), (rows, cols, width) = call.shape, _sizes(call)
+    _, _, t, s = call.shape
+    rows, cols, width = _sizes(call)
     # Lengths even where nothing is padded: without them cuDNN's gradients count slots past a last
     # tile that is not full
     if has_lengths(call) or t % 128 or s % 128:
         structure |= {"query_seq_lengths": lengths[0], "key_value_seq_lengths": lengths[1]}
-    query, key, value = (
-        _pad(x, {1: size, 3: width}) for x, size in ((query, rows), (key, cols), (value, cols))
+    output = jax.nn.dot_product_attention(
+        _pad(query, {1: rows, 3: width}),
+        _pad(key, {1: cols, 3: width}),
+        _pad(value, {1: cols, 3: width}),
+        None if bias is None else _padded_bias(bias, rows, cols),
+        None if visible is None else _pad(visible, {2: rows, 3: cols}),
+        scale=float(call.scale),
+        implementation="cudnn",
+        **structure,
     )
-    if bias is not None:  # of which jax broadcasts the axes of size 1
-        bias = _pad(
-            bias, {axis: size for axis, size in ((2, rows), (3, cols)) if bias.shape[axis] > 1}
-        )
-    visible = None if visible is None else _pad(visible, {2: rows, 3: cols})
-    options = {"scale": float(call.scale), "implementation": "cudnn", **structure}
-    return jax.nn.dot_product_attention(query, key, value, bias, visible, **options)[
-        :, :t, :, : call.value.shape[-1]
-    ]
+    return output[:, :t, :, : call.value.shape[-1]]
+
+
+def _padded_bias(bias: Array, rows: int, cols: int) -> Array:
+    # jax broadcasts its axes of size 1.
+    sizes = {axis: size for axis, size in ((2, rows), (3, cols)) if bias.shape[axis] > 1}
+    return _pad(bias, sizes)
 
 
 def _sizes(call: Call) -> tuple[int, int, int]:
@@ -155,7 +162,15 @@ def _sizes(call: Call) -> tuple[int, int, int]:
     """
     _, _, t, s = call.shape
     cols = s + s % 2
-    return t + t % 2, cols + (64 if cols % 128 == 64 and not _keeps(call) else 0), _width(call)
+    more = 64 if cols % 128 == 64 and not _keeps(call) else 0
+    return t + t % 2, cols + more, _width(call)
+
+
+def _is_padded(call: Call) -> bool:
+    _, _, t, s = call.shape
+    rows, cols, width = _sizes(call)
+    widths = call.query.shape[-1], call.value.shape[-1]
+    return (rows, cols) != (t, s) or widths != (width, width)
 
 
 def _width(call: Call) -> int:

@@ -6,13 +6,14 @@ the formula, which handles them.
 """
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from einops import rearrange
 from jax import lax
-from jaxtyping import Array
+from jaxtyping import Array, Bool, Float
 
 from attn_spec.checks import DTYPES
 from flax_attn.backends.backend import Backend
@@ -69,18 +70,18 @@ def _attend(call: Call) -> Array:
     # for the branch.
     key = rearrange(call.key, "b s k h -> b k s h")
     value = rearrange(call.value, "b s k v -> b k s v")
-
-    def by_formula() -> Array:
-        tokens_first = {
-            "key": rearrange(key, "b k s h -> b s k h"),
-            "value": rearrange(value, "b k s v -> b s k v"),
-        }
-        return with_weights(replace(call, **tokens_first))[0]
-
-    output, scores = _plain(call, key, value)
+    scores = _scores(call, key)
+    output = _applied(call, _weights(call, scores), value)
     # A number that is not finite makes every score or output that it takes part in so too, also
     # those of hidden keys.
-    return if_finite(all_finite(scores, output), output, by_formula)
+    finite = all_finite(scores, output)
+    return if_finite(finite, output, partial(_by_formula, call, key, value))
+
+
+def _by_formula(call: Call, key: Array, value: Array) -> Array:
+    key = rearrange(key, "b k s h -> b s k h")
+    value = rearrange(value, "b k s v -> b s k v")
+    return with_weights(replace(call, key=key, value=value))[0]
 
 
 @_attend.defjvp
@@ -91,27 +92,44 @@ def _differentiate(primals: tuple[Call], tangents: tuple[Any]) -> tuple[Array, A
 _compiled = jax.jit(_attend, inline=True)  # an eager call would compile the branch each time
 
 
-def _plain(call: Call, key: Array, value: Array) -> tuple[Array, Array]:
-    """Return the output and the scaled scores; keys and values `(b, k, s, h)`."""
-    (b, n, t, s), k = call.shape, key.shape[1]
-    g = n // k  # not t, which may be 0: no queries
-    sums = accumulation_dtype(call.query.dtype)
-    visible = jnp.broadcast_to(call.mask.block(jnp.arange(t), jnp.arange(s)), (b, n, t, s))
-    visible, bias = hide(visible, call.bias)
-    products = {"precision": call.precision, "preferred_element_type": sums}
-    heads = ((0, 1), (0, 1))
+# Batch and heads come first in both.
+_HEADS = ((0, 1), (0, 1))
 
+
+def _scores(call: Call, key: Float[Array, "b k s h"]) -> Float[Array, "b n t s"]:
+    """Return the scaled products."""
+    group = call.query.shape[2] // key.shape[1]  # not t, which may be 0: no queries
     # The queries of all heads that share keys are the columns of one matrix.
-    query = rearrange(call.query, "b t (k g) h -> b k (g t) h", k=k)
-    scores = lax.dot_general(key, query, (((3,), (3,)), heads), **products)
-    scores = rearrange(scores, "b k s (g t) -> b (k g) t s", g=g) * call.scale
-    final = capped_scores(scores, bias, call.soft_cap)
-    final = final if call.score is None else call.score.apply(jnp.where(visible, final, 0))
-    weights = masked_softmax(final, visible, call.sinks)
+    query = rearrange(call.query, "b t (k g) h -> b k (g t) h", g=group)
+    products = _dot(call, key, query, (((3,), (3,)), _HEADS))
+    return rearrange(products, "b k s (g t) -> b (k g) t s", g=group) * call.scale
 
-    weights = rearrange(weights, "b (k g) t s -> b k (g t) s", k=k)
-    output = lax.dot_general(weights, value.astype(sums), (((3,), (2,)), heads), **products)
-    return rearrange(output, "b k (g t) v -> b t (k g) v", g=g).astype(call.query.dtype), scores
+
+def _weights(call: Call, scores: Float[Array, "b n t s"]) -> Float[Array, "b n t s"]:
+    visible, bias = hide(_visible(call), call.bias)
+    final = capped_scores(scores, bias, call.soft_cap)
+    if call.score is not None:
+        final = call.score.apply(jnp.where(visible, final, 0))
+    return masked_softmax(final, visible, call.sinks)
+
+
+def _visible(call: Call) -> Bool[Array, "b n t s"]:
+    _, _, t, s = call.shape
+    visible = call.mask.block(jnp.arange(t), jnp.arange(s))
+    return jnp.broadcast_to(visible, call.shape)
+
+
+def _applied(call: Call, weights: Array, value: Float[Array, "b k s v"]) -> Array:
+    group = call.query.shape[2] // value.shape[1]
+    weights = rearrange(weights, "b (k g) t s -> b k (g t) s", g=group)
+    output = _dot(call, weights, value.astype(weights.dtype), (((3,), (2,)), _HEADS))
+    output = rearrange(output, "b k (g t) v -> b t (k g) v", g=group)
+    return output.astype(call.query.dtype)
+
+
+def _dot(call: Call, a: Array, b: Array, axes: Any) -> Array:
+    sums = accumulation_dtype(call.query.dtype)
+    return lax.dot_general(a, b, axes, call.precision, preferred_element_type=sums)
 
 
 BACKEND = Decode()

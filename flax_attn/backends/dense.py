@@ -50,10 +50,15 @@ def _attend(kernel: Callable[..., Array], fill: float, call: Call) -> Array:
     sees = visible.any(axis=-1, keepdims=True)
     bias = None if bias is None else _above(bias, fill / 2)
     seeing = rearrange(sees, "b n t 1 -> b t n 1")
+    output = kernel(*_seen(call, visible, seeing), bias, visible | ~sees)
+    return jnp.where(seeing, output, 0)
+
+
+def _seen(call: Call, visible: Array, seeing: Array) -> tuple[Array, Array, Array]:
+    # Query, key and value with zeros for tokens that see nothing, or that nobody sees.
     seen = rearrange(visible.any(axis=(1, 2)), "b s -> b s 1 1")
     query = jnp.where(seeing, call.query, 0)
-    key, value = (jnp.where(seen, x, 0) for x in (call.key, call.value))
-    return jnp.where(seeing, kernel(query, key, value, bias, visible | ~sees), 0)
+    return query, jnp.where(seen, call.key, 0), jnp.where(seen, call.value, 0)
 
 
 def array_size(call: Call) -> int:

@@ -1,13 +1,13 @@
-"""Derivatives of every mode around a kernel that has only a backward pass.
+"""Derivatives of every mode and order around a kernel that has only a backward pass.
 
 `jax.custom_vjp` refuses forward mode. Here the derivative of the output is a linear primitive: its
 transpose is the backward pass of the kernel, and where it is evaluated, in forward mode, it is the
-derivative of the formula, which holds all scores.
+derivative of the formula, which holds all scores. So are all derivatives beyond the first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -27,6 +27,7 @@ Levels = tuple[tuple[int | None, ...], ...]
 
 def attend(backend: Backend, call: Call) -> Array:
     """Return what a backend computes for a call, differentiable in reverse and in forward mode."""
+    call = call if backend.any_sinks else call.without_nonfinite_sinks()
     return backend.attend(call) if backend.every_mode else _attend(backend, call)
 
 
@@ -68,14 +69,19 @@ def _gradients(call: Call, pullback: Any, cotangent: Array) -> Floats:
 
 @_gradients.defjvp
 def _differentiate_gradients(primals, tangents):
-    (call, _, cotangent), (changes, _, change) = primals, tangents
+    call, _, cotangent = primals
+    changes, _, change = tangents
+    given = _floats(call), cotangent
+    moves = _floats(changes), change
+    # The kernel's gradients, so that they are the same bits under every transformation.
+    return _gradients(*primals), jax.jvp(partial(_pulled_back, call), given, moves)[1]
 
-    def by_formula(floats: Floats, cotangent: Array) -> Floats:
-        _, pullback = jax.vjp(partial(_formula, call), floats)
-        return pullback(cotangent)[0]
 
-    given, moves = (_floats(call), cotangent), (_floats(changes), change)
-    return _gradients(*primals), jax.jvp(by_formula, given, moves)[1]
+def _pulled_back(call: Call, floats: Floats, cotangent: Array) -> Floats:
+    """Return the gradients as the formula gives them."""
+    _, pullback = jax.vjp(partial(_formula, call), floats)
+    (found,) = pullback(cotangent)
+    return found
 
 
 def _floats(call: Call) -> Floats:
@@ -95,7 +101,7 @@ def _with(call: Call, floats: Floats) -> Call:
 
 
 def _formula(call: Call, floats: Floats) -> Array:
-    return with_weights(_with(call, floats))[0]
+    return with_weights(_with(call, floats).without_nonfinite_sinks())[0]
 
 
 def _by_formula(*leaves: Any, structure: Any) -> Array:
@@ -138,18 +144,26 @@ def _first_change(structure: Any) -> int:
     return structure.num_leaves - changes.num_leaves
 
 
+def jvp_of_some(
+    function: Callable[..., Array], values: Sequence[Any], tangents: Sequence[Any], moves: list[int]
+) -> Array:
+    """Return the change of a function for changes of those of its arguments that move."""
+    given, changes = ([every[i] for i in moves] for every in (values, tangents))
+    moved = partial(_with_moved, function, values, moves)
+    return jax.jvp(moved, given, changes)[1]
+
+
+def _with_moved(
+    function: Callable[..., Array], values: Sequence[Any], moves: list[int], *floats: Array
+) -> Array:
+    found = dict(zip(moves, floats, strict=True))
+    return function(*(found.get(i, x) for i, x in enumerate(values)))
+
+
 def _jvp(primals, tangents, **options):
     moves = [i for i, tangent in enumerate(tangents) if _moves(tangent)]
-
-    def moved(*floats):
-        leaves = list(primals)
-        for i, x in zip(moves, floats, strict=True):
-            leaves[i] = x
-        return _evaluate(*leaves, **options)
-
     output = _tangent.bind(*primals, **options)
-    given, changes = ([values[i] for i in moves] for values in (primals, tangents))
-    return output, jax.jvp(moved, given, changes)[1]
+    return output, jvp_of_some(partial(_evaluate, **options), primals, tangents, moves)
 
 
 def _moves(tangent: Any) -> bool:

@@ -68,20 +68,25 @@ def known_row_factor(call: Call, dtype) -> Float[Array, "b n t 1"]:
 
 
 def _rows(call: Call) -> Bool[Array, "b n t 1"]:
-    query, key, value, bias = call.query, call.key, call.value, call.bias
-    query_ok, key_ok = finite_tokens(query), finite_tokens(key) & finite_tokens(value)
-    cols = jnp.arange(key.shape[1])
+    query_ok = finite_tokens(call.query)
+    key_ok = finite_tokens(call.key) & finite_tokens(call.value)
+    one = partial(_row, call, query_ok, key_ok)
+    found = lax.map(one, jnp.arange(call.shape[2]), batch_size=_rows_at_once(call))
+    return rearrange(found, "t b n -> b n t 1")
 
-    def one(row: Array) -> Bool[Array, "b n"]:
-        visible = call.mask.block(row[None], cols)
-        if bias is not None:
-            # -inf hides too.
-            own = bias[:, :, jnp.minimum(row, bias.shape[2] - 1), None]
-            visible = visible & (own != -jnp.inf)
-        return sees_nonfinite(visible, query_ok[:, row, None], key_ok)[:, :, 0, 0]
 
-    b, n, t, s = call.shape
+def _rows_at_once(call: Call) -> int:
+    b, n, _, s = call.shape
     pairs = b * n * max(s, 1)
     # A symbol has no order among numbers.
-    at_once = max(_SEEN // pairs, 1) if isinstance(pairs, int) else 1
-    return rearrange(lax.map(one, jnp.arange(t), batch_size=at_once), "t b n -> b n t 1")
+    return max(_SEEN // pairs, 1) if isinstance(pairs, int) else 1
+
+
+def _row(call: Call, query_ok: Array, key_ok: Array, row: Array) -> Bool[Array, "b n"]:
+    # Whether one query sees a number that is not finite.
+    visible = call.mask.block(row[None], jnp.arange(call.key.shape[1]))
+    if call.bias is not None:
+        # -inf hides too.
+        own = call.bias[:, :, jnp.minimum(row, call.bias.shape[2] - 1), None]
+        visible = visible & (own != -jnp.inf)
+    return sees_nonfinite(visible, query_ok[:, row, None], key_ok)[:, :, 0, 0]

@@ -55,12 +55,17 @@ def machine(platform: str) -> tuple[str, str | None]:
     """
     platform = platform.lower() if isinstance(platform, str) else platform
     _check_no_topology(platform)
-    check_choice("platform", platform, (*PLATFORMS, *(x for x in CHIPS if x not in PLATFORMS)))
+    chips = [name for name in CHIPS if name not in PLATFORMS]
+    check_choice("platform", platform, (*PLATFORMS, *chips))
     if platform not in PLATFORMS:
         return CHIPS[platform].kind, platform
-    attached = {device.platform for device in jax.local_devices()}
-    here = platform == "cpu" or platform in {_PLATFORM_NAMES.get(x, x) for x in attached}
-    return platform, None if here else USUAL[platform]
+    return platform, None if platform in _attached() else USUAL[platform]
+
+
+def _attached() -> set[str]:
+    # The CPU is there beside any accelerator.
+    names: set[str] = {device.platform for device in jax.local_devices()}
+    return {"cpu"} | {_PLATFORM_NAMES.get(name, name) for name in names}
 
 
 def _check_no_topology(platform: Any) -> None:
@@ -105,15 +110,17 @@ def platform_of(x: Any) -> str:
         >>> platform_of(jnp.zeros(1)) in PLATFORMS
         True
     """
-    mesh = jax.sharding.get_abstract_mesh().abstract_device
-    default = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
-    if isinstance(x, jax.Array) and not isinstance(x, Tracer):
-        platform = next(iter(x.devices())).platform
-    elif mesh is not None:
-        platform = mesh.platform
-    else:
-        platform = getattr(default, "platform", default) or jax.default_backend()
+    known = isinstance(x, jax.Array) and not isinstance(x, Tracer)
+    platform = next(iter(x.devices())).platform if known else _platform_in_use()
     return _PLATFORM_NAMES.get(platform, platform)
+
+
+def _platform_in_use() -> str:
+    mesh = jax.sharding.get_abstract_mesh().abstract_device
+    if mesh is not None:
+        return mesh.platform
+    default = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
+    return getattr(default, "platform", default) or jax.default_backend()
 
 
 def may_be_partitioned() -> bool:
@@ -131,10 +138,8 @@ def may_be_partitioned() -> bool:
     if mesh.empty:
         return jax.device_count() > 1
     manual = jax.sharding.AxisType.Manual
-    return any(
-        size > 1 and kind != manual
-        for size, kind in zip(mesh.axis_sizes, mesh.axis_types, strict=True)
-    )
+    axes = zip(mesh.axis_sizes, mesh.axis_types, strict=True)
+    return any(size > 1 and kind != manual for size, kind in axes)
 
 
 def varying(arrays: Any) -> frozenset[str]:
@@ -154,11 +159,18 @@ def compute_capability() -> float:
         True
     """
     asked = asked_chip()
-    if asked is not None:
-        return CHIPS[asked].capability
-    device, mesh = jax.local_devices()[0], jax.sharding.get_abstract_mesh().abstract_device
+    return _capability_in_use() if asked is None else CHIPS[asked].capability
+
+
+def _capability_in_use() -> float:
+    device = jax.local_devices()[0]
+    mesh = jax.sharding.get_abstract_mesh().abstract_device
     if mesh is None or mesh.device_kind == getattr(device, "device_kind", None):
         return float(getattr(device, "compute_capability", 0))
+    return _capability_of(mesh.device_kind)
+
+
+def _capability_of(device_kind: str) -> float:
     # Of a GPU that is compiled for from a machine without one only the name is known.
-    name = chip_named(mesh.device_kind)
+    name = chip_named(device_kind)
     return 0.0 if name is None else CHIPS[name].capability

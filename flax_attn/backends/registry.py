@@ -49,36 +49,37 @@ def markdown_table() -> str:
         | GPU | - | yes | yes | yes | - | yes | yes | yes |
     """
     backends = [load(name) for name in BACKENDS]
+    lines = [["", *(f"`{name}`" for name in BACKENDS)], ["---"] * (len(backends) + 1)]
     features = [_supported(backend) for backend in backends]
-    lines = [["", *(f"`{backend.name}`" for backend in backends)], ["---"] * (len(backends) + 1)]
-    for feature in features[0]:
-        marks = ["yes" if supported[feature] else "-" for supported in features]
-        lines.append([feature, *marks])
-    table = (f"| {' | '.join(line)} |".replace("|  |", "| |") for line in lines)
+    lines += [[feature, *_marks(features, feature)] for feature in features[0]]
+    table = [f"| {' | '.join(line)} |".replace("|  |", "| |") for line in lines]
     return "\n".join([*table, "", *map(_described, backends)])
+
+
+def _marks(features: list[dict[str, bool]], feature: str) -> list[str]:
+    return ["yes" if supported[feature] else "-" for supported in features]
 
 
 def _supported(backend: Backend) -> dict[str, bool]:
     """Return the platforms, dtypes and options, and whether a backend supports each."""
-    found = {}
-    for platform, shown in _SHOWN.items():
-        found[shown] = backend.platforms is None or platform in backend.platforms
-    for dtype in DTYPES:
-        found[dtype] = dtype in backend.dtypes
-    for option in OPTIONS:
-        found[f"`{option}`"] = option in backend.honours
-    return found
+    platforms = tuple(_SHOWN) if backend.platforms is None else backend.platforms
+    found = {_SHOWN[platform]: platform in platforms for platform in _SHOWN}
+    found |= {dtype: dtype in backend.dtypes for dtype in DTYPES}
+    return found | {f"`{option}`": option in backend.honours for option in OPTIONS}
 
 
 def _described(backend: Backend) -> str:
     """Return what a table of features cannot hold, as an item of a list."""
-    about = import_module(type(backend).__module__).__doc__ or ""
-    summary = about.partition("\n")[0].rstrip(".")
     lines = [
-        f"- **`{backend.name}`** ({backend.source}): {summary}",
+        f"- **`{backend.name}`** ({backend.source}): {_summary(backend)}",
         f"  - masks that stay structure: {backend.structure}",
         f"  - NaN and infinity: {backend.nonfinite}",
     ]
     if backend.limits:
         lines.append(f"  - also refused: {backend.limits}")
     return "\n".join(lines)
+
+
+def _summary(backend: Backend) -> str:
+    about = import_module(type(backend).__module__).__doc__ or ""
+    return about.partition("\n")[0].rstrip(".")

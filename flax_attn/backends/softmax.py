@@ -66,9 +66,9 @@ class Softmax:
     def fold(self, other: Softmax) -> Softmax:
         """Return the softmax of a call over the keys of both: the outputs weighed by their sums."""
         top = jnp.maximum(self.top, other.top)
-        shares = [part.total * jnp.exp(part.top - top) for part in (self, other)]
-        total = shares[0] + shares[1]
-        mine, theirs = (_tokens_first(share / jnp.where(total == 0, 1, total)) for share in shares)
+        own, others = (part.total * jnp.exp(part.top - top) for part in (self, other))
+        total = own + others
+        mine, theirs = _weight(own, total), _weight(others, total)
         return Softmax(self.output * mine + other.output * theirs, top, total)
 
     def fold_over(self, axes: tuple[str, ...]) -> Softmax:
@@ -77,10 +77,9 @@ class Softmax:
             return self
         # Any number will do, and a maximum has no derivative here.
         top = lax.pmax(lax.stop_gradient(self.top), axes)
-        share = self.total * jnp.exp(self.top - top)
-        total = lax.psum(share, axes)
-        weight = _tokens_first(share / jnp.where(total == 0, 1, total))
-        return Softmax(lax.psum(self.output * weight, axes), top, total)
+        own = self.total * jnp.exp(self.top - top)
+        total = lax.psum(own, axes)
+        return Softmax(lax.psum(self.output * _weight(own, total), axes), top, total)
 
     def with_sinks(self, sinks: Float[Array, " n"] | None) -> Softmax:
         """Return the softmax with one more key a head: its score is the sink, its value zero."""
@@ -93,17 +92,28 @@ class Softmax:
         """Return the gradient of the sinks, `-sum w (o do)`, w being a sink's weight in its row."""
         if sinks is None:
             return None
-        output, cotangent = (x.astype(self.top.dtype) for x in (self.output, cotangent))
-        delta = rearrange((output * cotangent).sum(axis=-1), "b t n -> b n t 1")
         # A row that sees neither a key nor its sink has a sum of 0.
         total = jnp.where(self.total == 0, 1, self.total)
         weight = jnp.exp(_of_rows(sinks, self.top.dtype) - self.top) / total
-        return -(weight * delta).sum(axis=(0, 2, 3)).astype(sinks.dtype)
+        return -(weight * self._delta(cotangent)).sum(axis=(0, 2, 3)).astype(sinks.dtype)
+
+    def _delta(self, cotangent: Array) -> Float[Array, "b n t 1"]:
+        output, cotangent = (x.astype(self.top.dtype) for x in (self.output, cotangent))
+        delta = (output * cotangent).sum(axis=-1)
+        return rearrange(delta, "b t n -> b n t 1")
+
+
+def reciprocal(total: Array) -> Array:
+    """Return one over the sum of each row, and 0 for rows without keys."""
+    empty = total == 0
+    return jnp.where(empty, 0, 1 / jnp.where(empty, 1, total))
 
 
 def _of_rows(sinks: Float[Array, " n"], dtype: jnp.dtype) -> Float[Array, "1 n 1 1"]:
     return sinks.astype(dtype)[None, :, None, None]
 
 
-def _tokens_first(x: Array) -> Array:
-    return rearrange(x, "b n t 1 -> b t n 1")
+def _weight(own: Array, total: Array) -> Float[Array, "b t n 1"]:
+    # By how much an output counts whose sum is a part of the total.
+    share = own / jnp.where(total == 0, 1, total)
+    return rearrange(share, "b n t 1 -> b t n 1")

@@ -100,9 +100,16 @@ def softmax_step(
     top = jnp.maximum(done.top, masked.max(axis=-1, keepdims=True))
     exps = jnp.exp(masked - top)
     shrink = jnp.exp(done.top - top)
-    total = done.total * shrink + exps.sum(axis=-1, keepdims=True)
-    kept = exps if factors is None else exps * factors
-    return Sums(done.output * shrink + dot(kept, value), top, total)
+    return Sums(
+        output=done.output * shrink + dot(times(exps, factors), value),
+        top=top,
+        total=done.total * shrink + exps.sum(axis=-1, keepdims=True),
+    )
+
+
+def times(x: Array, factors: Array | None) -> Array:
+    """Return weights or gradients times the factors of dropout, if there are any."""
+    return x if factors is None else x.astype(factors.dtype) * factors
 
 
 def dropout_factors(

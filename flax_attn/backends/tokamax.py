@@ -4,6 +4,7 @@ It is chosen by name only: which calls it takes depends on its version, and show
 too late for another backend.
 """
 
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 
@@ -59,12 +60,10 @@ class Tokamax(Backend):
         """
         if _keeps(call):
             return containment.memory(call)
-        copies = (
-            sum(x.size for x in (call.query, call.query, call.key, call.value))
-            * call.query.dtype.itemsize
-        )
+        # The output is as large as the query.
+        copied = 2 * call.query.size + call.key.size + call.value.size
         bias = 0 if call.bias is None else call.bias.dtype.itemsize
-        return copies + array_size(call) * (1 + bias)
+        return copied * call.query.dtype.itemsize + array_size(call) * (1 + bias)
 
     def work(self, call: Call) -> KernelWork:
         """Return the work of a kernel, slower with a mask as an array, of a test and copies."""
@@ -82,20 +81,24 @@ def implementation() -> str:
 
 def attend_with(call: Call, name: str) -> Array:
     """Return the output of one tokamax implementation; `"xla"`, `"xla_chunked"` run anywhere."""
-    attend = import_module("tokamax").dot_product_attention  # optional, and slow to import
-
-    def attention(*arrays, **options):
-        options |= {"scale": call.scale, "logits_soft_cap": call.soft_cap, "implementation": name}
-        with (
-            jax.numpy_dtype_promotion("standard"),
-            jax.numpy_rank_promotion("allow"),
-        ):  # tokamax relies on both
-            return attend(*arrays, **options)
+    attention = partial(
+        _attention,
+        scale=call.scale,
+        logits_soft_cap=call.soft_cap,
+        implementation=name,
+    )
 
     def kernel(call: Call, band: Band, query, key, value):
         return attention(query, key, value, **_structure(call, band))
 
     return attend_band(call, kernel) if _keeps(call) else attend_dense(call, attention, _FILL)
+
+
+def _attention(*arrays, **options):
+    attend = import_module("tokamax").dot_product_attention  # optional, and slow to import
+    # It relies on both.
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        return attend(*arrays, **options)
 
 
 def _keeps(call: Call) -> bool:
@@ -106,14 +109,13 @@ def _keeps(call: Call) -> bool:
 
 
 def _structure(call: Call, band: Band) -> dict:
-    _, _, t, s = call.shape
-    causal = band.right == 0
     # Padded queries are zeroed outside: their lengths would be made an array.
     lengths = {"key_value_seq_lengths": band.key} if has_lengths(call) else {}
-    if band.left is None and (causal or band.right is None):
-        return {"is_causal": causal, **lengths}
-    window = t if band.left is None else band.left, s if band.right is None else band.right
-    return {"local_window_size": window, **lengths}
+    if band.left is None and band.right in (0, None):
+        return {"is_causal": band.right == 0, **lengths}
+    _, _, t, s = call.shape
+    left = t if band.left is None else band.left
+    return {"local_window_size": (left, s if band.right is None else band.right), **lengths}
 
 
 BACKEND = Tokamax()

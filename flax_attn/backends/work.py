@@ -49,16 +49,20 @@ class KernelWork:
             >>> f"{work.seconds(CHIPS['h100']):.4f} s"
             '0.0017 s'
         """
+        rate, bandwidth = self._rates(chip)
+        computed = self.flops / (rate * self.share)
+        multiplied = max(computed, self.moved / bandwidth)
+        return self.launches * chip.launch + multiplied + self.apart / bandwidth
+
+    def _rates(self, chip: Chip) -> tuple[float, float]:
+        # Operations and bytes a second.
         rate = chip.flops_float32 if self.in_float32 else chip.flops
         if rate is None or chip.bandwidth is None:
             raise ValueError(
                 f"predicted times need the published rates of a chip; got one of kind {chip.kind!r}"
                 " without. Ask about a GPU or a TPU"
             )
-        bandwidth = chip.bandwidth * BANDWIDTH
-        computed = self.flops / (rate * self.share)
-        multiplied = max(computed, self.moved / bandwidth)
-        return self.launches * chip.launch + multiplied + self.apart / bandwidth
+        return rate, chip.bandwidth * BANDWIDTH
 
 
 def is_float32(call: Call) -> bool:

@@ -41,6 +41,7 @@ def attend_pieces(
         over: mesh axes over which devices have the same queries, and their softmaxes are folded
             into one.
     """
+    shard = replace(shard, call=shard.call.without_nonfinite_sinks())
     output: Array = _attend(backend, route, over, shard)
     return output.astype(shard.call.query.dtype)
 

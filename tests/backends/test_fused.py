@@ -16,6 +16,7 @@ from flax_attn.backends import fused
 from flax_attn.backends.call import prepare
 from flax_attn.backends.choose import refusal
 from flax_attn.backends.fused import interpreted
+from flax_attn.functional.dropout import KeyedDropout
 from flax_attn.parity import tolerance
 
 from .conformance import CASES, FAST
@@ -117,6 +118,52 @@ def test_functions_of_scores_with_the_gradients_of_what_they_capture(platform, n
 
     errors = tolerance.reordered(gradients("fused"), gradients("blocked"))
     assert max(errors.values()) <= 1, errors
+
+
+# What differs by head and not by query, for few queries of which a tile holds all heads of a group.
+BY_HEAD = {
+    "bias": {"bias": draw(1, N, 1, TOKENS, seed=8)},
+    "dropout": {"dropout": KeyedDropout(0.3, jax.random.key(9))},
+    "function": {"score": partial(alibi, draw(N, seed=3))},
+}
+
+
+@PLATFORMS
+@pytest.mark.parametrize("name", BY_HEAD)
+def test_few_queries_have_what_differs_by_head(platform, name, on):
+    on(platform)
+    arrays = draw(2, 3, N, 8), draw(2, TOKENS, 2, 8, seed=1), draw(2, TOKENS, 2, 8, seed=2)
+    options = {"mask": Mask.causal(TOKENS - 3)} | BY_HEAD[name]
+    found, expected = (
+        {"output": np.asarray(dot_product_attention(*arrays, backend=backend, **options))}
+        for backend in ("fused", "blocked")
+    )
+    errors = tolerance.reordered(found, expected)
+    assert max(errors.values()) <= 1, errors
+
+
+@PLATFORMS
+@pytest.mark.parametrize("t", [T, 2])
+def test_sinks_that_are_not_finite_need_no_copy_of_the_query(platform, t, on, equations):
+    on(platform)
+    arrays = draw(2, t, N, 8), draw(2, S, 2, 8, seed=1), draw(2, S, 2, 8, seed=2)
+    sinks = jnp.array([0.3, jnp.inf, jnp.nan, -jnp.inf])
+    cotangent = draw(2, t, N, 8, seed=3)
+
+    def attend(query, key, value, sinks, backend="fused"):
+        return dot_product_attention(query, key, value, sinks=sinks, backend=backend)
+
+    def with_gradients(backend):
+        output, pullback = jax.vjp(partial(attend, backend=backend), *arrays, sinks)
+        names = "output", "query", "key", "value", "sinks"
+        found = zip(names, (output, *pullback(cotangent)), strict=True)
+        return {name: np.asarray(x) for name, x in found}
+
+    errors = tolerance.reordered(with_gradients("fused"), with_gradients("blocked"))
+    assert max(errors.values()) <= 1, errors
+    program = jax.make_jaxpr(attend)(*arrays, sinks).jaxpr
+    computed = [eqn for eqn in equations(program) if eqn.primitive.name == "add"]
+    assert not [eqn for eqn in computed if eqn.outvars[0].aval.shape == arrays[0].shape]
 
 
 REFUSALS = {

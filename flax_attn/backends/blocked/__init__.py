@@ -33,7 +33,12 @@ from flax_attn.backends.blocked.batched import (
     batched_work,
     forward_batched,
 )
-from flax_attn.backends.blocked.heads import attend_heads, backward_heads, forward_heads
+from flax_attn.backends.blocked.heads import (
+    attend_heads,
+    backward_heads,
+    forward_heads,
+    heads_memory,
+)
 from flax_attn.backends.blocked.tiling import Tiling, make_tiling
 from flax_attn.backends.call import ARRAY_SCALE, Call, Floats
 from flax_attn.backends.softmax import Softmax
@@ -91,17 +96,8 @@ class Blocked(Backend):
 
         On CPU of three tiles and one padded head; elsewhere of a tile, its weights and all keys.
         """
-        if call.platform != "cpu":
-            return batched_memory(call)
-        b, n, t, s = call.shape
-        tiling = self.tiling(call)
-        chunk = 0 if tiling.edges_only else tiling.chunk
-        widest = max(chunk, *(edge.cols for edge in tiling.edges), 0)
-        tokens = t + tiling.block + s + tiling.pad_before + tiling.pad_after
-        head = tokens * (call.query.shape[3] + call.value.shape[3])
-        own = 3 * tiling.block * widest + head
-        itemsize = accumulation_dtype(call.query.dtype).itemsize
-        return itemsize * (own + 2 * b * n * t)
+        on_cpu = call.platform == "cpu"
+        return heads_memory(self.tiling(call), call) if on_cpu else batched_memory(call)
 
     def work(self, call: Call) -> KernelWork:
         """Return the work of the tiles of all heads."""

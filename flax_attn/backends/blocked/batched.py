@@ -14,6 +14,7 @@ call has:
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -23,19 +24,21 @@ from einops import rearrange
 from jax import lax
 from jaxtyping import Array, Float
 
-from flax_attn.backends.blocked.slices import add, put
+from flax_attn.backends.blocked.prepared import Prepared, prepared
+from flax_attn.backends.blocked.slices import add, add_as, put
 from flax_attn.backends.blocked.spans import Division, Span, divided
-from flax_attn.backends.blocked.wide_tile import Rows, TileSoftmax, WideTile, prepared
+from flax_attn.backends.blocked.tile_loops import over_span, over_spans
+from flax_attn.backends.blocked.wide_tile import Place, Rows, TileSoftmax, WideTile
 from flax_attn.backends.call import Call, Floats
-from flax_attn.backends.softmax import Softmax
-from flax_attn.backends.tile import score_gradients
+from flax_attn.backends.softmax import Softmax, reciprocal
+from flax_attn.backends.tile import score_gradients, times
 from flax_attn.backends.work import KernelWork, arrays_moved, arrays_read, is_float32, products
 from flax_attn.functional.dtypes import accumulation_dtype
 from flax_attn.functional.nonfinite import finite_tokens
 from flax_attn.functional.shapes import Index
 
 # Scores of a tile: of float32 once, and of weights and gradients in the dtype of the call.
-FORWARD, BACKWARD = 2**26, 3 * 2**24
+FORWARD, BACKWARD = 2**26, 5 * 2**23
 UNROLLED = 48  # tiles: more of them are looped over
 
 
@@ -63,38 +66,37 @@ attend_batched = jax.jit(_attend, inline=True)
 def forward_batched(call: Call, dtype: jnp.dtype) -> Softmax:
     """Return the output `(b, t, n, v)` in a dtype, and the softmax's maxima and sums."""
     found = _over_tiles(call, partial(_softmax, dtype))
-    top, total = (rearrange(x, "b t n 1 -> b n t 1") for x in (found.top, found.total))
+    top = rearrange(found.top, "b t n 1 -> b n t 1")
+    total = rearrange(found.total, "b t n 1 -> b n t 1")
     return Softmax(found.output, top, total)
 
 
 def backward_batched(call: Call, saved: Softmax, cotangent: Array) -> Floats:
     """Return the gradients, where the keys may be a part of those that `saved` is over."""
     rows = _rows(call, saved.output, cotangent)
-    k = call.key.shape[2]
-    top, total = (rearrange(x, "b (k g) t 1 -> b k t g 1", k=k) for x in (saved.top, saved.total))
-    return _gradients(call, rows._replace(top=top, share=_share(total)))
+    grouped = partial(rearrange, pattern="b (k g) t 1 -> b k t g 1", k=call.key.shape[2])
+    top, total = grouped(saved.top), grouped(saved.total)
+    return _gradients(call, rows._replace(top=top, share=reciprocal(total)))
 
 
 def _over_tiles(call: Call, in_tile: Callable[[WideTile], Any]) -> Any:
     # What is found in all tiles, arrays `(b, t, n, _)`.
     arrays = prepared(call)
     division = divided(call, FORWARD, UNROLLED)
-
-    def in_span(nan: Array, part: Index | int, span: Span) -> tuple[Array, Any]:
-        def step(nan: Array, i: Index | int) -> tuple[Array, Any]:
-            own = arrays._replace(key_nan=nan)
-            found = in_tile(WideTile.of(own, division, part, span, i))
-            # One tile after the other, since there is memory for one.
-            return lax.optimization_barrier((nan, found))
-
-        nan, found = _scan(division, span.count, step, nan)
-        return nan, _join_tiles(found)
-
-    _, found = _over_spans(division, in_span, arrays.key_nan)
-    return found
+    step = partial(_forward_step, arrays, division, in_tile)
+    in_span = partial(over_span, division, step)
+    return over_spans(division, in_span, arrays.key_nan)[1]
 
 
-def _output(tile: WideTile) -> Float[Array, "b t n v"]:
+def _forward_step(
+    arrays: Prepared, division: Division, in_tile: Callable, nan: Array, place: Place
+) -> tuple[Array, Any]:
+    tile = WideTile.of(arrays._replace(key_nan=nan), division, place)
+    # One tile after the other, since there is memory for one.
+    return lax.optimization_barrier((nan, in_tile(tile)))
+
+
+def _output(tile: WideTile) -> Float[Array, "b k t g v"]:
     masked, _ = tile.scores()
     return _applied(tile, tile.softmax(masked)).astype(tile.call.query.dtype)
 
@@ -102,50 +104,69 @@ def _output(tile: WideTile) -> Float[Array, "b t n v"]:
 def _softmax(dtype: jnp.dtype, tile: WideTile) -> Softmax:
     masked, _ = tile.scores()
     found = tile.softmax(masked)
-    top, total = (rearrange(x, "b k t g 1 -> b t (k g) 1") for x in (found.top, found.total))
-    return Softmax(_applied(tile, found).astype(dtype), top, total)
+    return Softmax(_applied(tile, found).astype(dtype), found.top, found.total)
 
 
-def _applied(tile: WideTile, found: TileSoftmax) -> Float[Array, "b t n v"]:
-    factors = tile.dropout_factors()
-    weights = found.weights if factors is None else found.weights * factors
+def _applied(tile: WideTile, found: TileSoftmax) -> Float[Array, "b k t g v"]:
+    weights = times(found.weights, tile.dropout_factors())
     return tile.of_keys(weights, tile.arrays.value)
 
 
 def _gradients(call: Call, rows: Rows) -> Floats:
-    # Else XLA would keep what forward computed of every tile, for all of them at once.
-    call, rows = lax.optimization_barrier((call, rows))
-    dtype = accumulation_dtype(call.query.dtype)
-    arrays = prepared(call)
-    division = divided(call, BACKWARD, UNROLLED)
-
-    def in_span(sums: Floats, part: Index | int, span: Span) -> tuple[Floats, Any]:
-        def step(sums: Floats, i: Index | int) -> tuple[Floats, Array]:
-            tile = WideTile.of(arrays, division, part, span, i)
-            query, sums = _backward_tile(tile, tile.rows(rows), sums)
-            return lax.optimization_barrier((sums, query))
-
-        # The loop adds up the gradients of its own keys, which a product can do by itself.
-        first = WideTile.of(arrays, division, part, span, 0)
-        key, value = first.take_keys(sums.key), first.take_keys(sums.value)
-        found, query = _scan(division, span.count, step, sums._replace(key=key, value=value))
-        key, value = (
-            put(x, own, first.key_start)
-            for x, own in ((sums.key, found.key), (sums.value, found.value))
-        )
-        return found._replace(key=key, value=value), _join_tiles(query)
-
-    shared = call.floats._replace(key=arrays.key, value=arrays.value)
-    if not isinstance(call.scale, jax.Array):
-        shared = shared._replace(scale=None)
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, dtype), shared)
-    sums, query = _over_spans(division, in_span, zeros._replace(query=None))
-    d_key, d_value = (rearrange(x, "b k s h -> b s k h") for x in (sums.key, sums.value))
+    one = _backward_pass(call, rows)
+    sums, _ = over_spans(one.division, one.in_span, one.zeros())
     return sums._replace(
-        query=_where_finite(call.query, query),
-        key=_where_finite(call.key, d_key * call.scale),
-        value=_where_finite(call.value, d_value),
+        key=_of_keys(call.key, sums.key * call.scale),
+        value=_of_keys(call.value, sums.value),
     )
+
+
+def _of_keys(x: Float[Array, "b s k w"], gradient: Float[Array, "b k s w"]) -> Array:
+    # Zero for tokens that are not finite.
+    gradient = rearrange(gradient, "b k s w -> b s k w")
+    return jnp.where(finite_tokens(x)[..., None], gradient, 0)
+
+
+def _backward_pass(call: Call, rows: Rows) -> _BackwardPass:
+    # Else XLA would keep what forward computed of every tile, for all of them at once. A tile reads
+    # its queries twice, and a product takes them out of an array that it alone reads.
+    held, cotangent = lax.optimization_barrier((call, rows.cotangent))
+    arrays = prepared(replace(held, query=call.query))
+    rows = rows._replace(again=(held.query, cotangent))
+    return _BackwardPass(arrays, rows, divided(call, BACKWARD, UNROLLED))
+
+
+@dataclass(frozen=True)
+class _BackwardPass:
+    arrays: Prepared
+    rows: Rows
+    division: Division
+
+    def zeros(self) -> Floats:
+        # The gradients that tiles add to, with keys and values as tiles have them, and that of the
+        # queries, of which each tile writes its own.
+        call = self.arrays.call
+        scale = call.scale if isinstance(call.scale, jax.Array) else None
+        zeros = partial(jnp.zeros_like, dtype=accumulation_dtype(call.query.dtype))
+        shared = call.floats._replace(query=None, key=self.arrays.key, value=self.arrays.value)
+        sums = jax.tree.map(zeros, shared._replace(scale=scale))
+        return sums._replace(query=jnp.zeros_like(call.query))
+
+    def in_span(self, sums: Floats, part: Index | int, span: Span) -> tuple[Floats, None]:
+        # The loop adds up the gradients of its own keys, which a product can do by itself.
+        first = self.tile(Place(part, span, 0))
+        key, value = first.take_keys(sums.key), first.take_keys(sums.value)
+        own = sums._replace(key=key, value=value)
+        found, _ = over_span(self.division, self.step, own, part, span)
+        return first.put_keys(sums, found), None
+
+    def tile(self, place: Place) -> WideTile:
+        return WideTile.of(self.arrays, self.division, place)
+
+    def step(self, sums: Floats, place: Place) -> tuple[Floats, None]:
+        tile = self.tile(place)
+        found = _backward_tile(tile, tile.rows(self.rows), sums)
+        return lax.optimization_barrier(found), None
 
 
 def _rows(call: Call, output: Array, cotangent: Array) -> Rows:
@@ -154,45 +175,53 @@ def _rows(call: Call, output: Array, cotangent: Array) -> Rows:
     return Rows(cotangent, rearrange(delta, "b t (k g) -> b k t g 1", k=call.key.shape[2]))
 
 
-def _share(total: Array) -> Array:
-    empty = total == 0
-    return jnp.where(empty, 0, 1 / jnp.where(empty, 1, total))
-
-
-def _backward_tile(tile: WideTile, rows: Rows, sums: Floats) -> tuple[Array, Floats]:
-    # The gradient of its queries, and the sums with those of all else.
-    call, arrays = tile.call, tile.arrays
+def _backward_tile(tile: WideTile, rows: Rows, sums: Floats) -> Floats:
+    # The sums with the gradients of a tile.
+    call = tile.call
     masked, capped = tile.scores()
-    top, share = rows.top, rows.share
-    if top is None or share is None:
-        weights, top, total = tile.softmax(masked)
-        share = _share(total)
-    else:
-        weights = jnp.exp(masked - top) * share
-    # Zero where hidden, also in a row that is NaN.
-    weights = jnp.where(masked == -jnp.inf, 0, weights)
-    # Kept in the dtype of the products, so that the scores need no memory beyond this.
-    weights = lax.optimization_barrier(weights.astype(call.query.dtype))
-    d_weights = tile.with_keys(rows.cotangent, arrays.value)
-    weights = weights.astype(d_weights.dtype)
+    weights, top, share = _weights(tile, rows, masked)
     factors = tile.dropout_factors()
-    dropped = weights
-    if factors is not None:
-        dropped, d_weights = weights * factors, d_weights * factors
-    pull = None if call.score is None else tile.pull
-    found = score_gradients(weights, d_weights, rows.delta, capped, call.soft_cap, pull)
+    assert rows.again is not None, "the pass sets it"
+    query, cotangent = rows.again
+    d_value = sums.value + tile.of_queries(times(weights, factors), cotangent)
+    d_weights = times(tile.with_keys(rows.cotangent, tile.arrays.value), factors)
+    found = score_gradients(
+        weights.astype(d_weights.dtype),
+        d_weights,
+        rows.delta,
+        capped,
+        call.soft_cap,
+        pull=None if call.score is None else tile.pull,
+    )
     d_scores = lax.optimization_barrier(found.scores.astype(call.query.dtype))
-    d_query = tile.of_keys(d_scores, arrays.key)
-    pairs = zip(sums.captured, found.captured, strict=True)
-    gradients = sums._replace(
-        key=sums.key + tile.of_queries(d_scores, tile.clean_query()),
-        value=sums.value + tile.of_queries(dropped, rows.cotangent),
+    d_query = tile.of_keys(d_scores, tile.arrays.key)
+    own = jnp.where(tile.arrays.query_nan == 0, d_query * call.scale, 0)
+    return Floats(
+        query=put(sums.query, tile.tokens_first(own), tile.query_start),
+        key=sums.key + tile.of_queries(d_scores, tile.clean(query)),
+        value=d_value,
         bias=_with_bias(sums.bias, tile, found.scores),
         sinks=_with_sinks(sums.sinks, tile, top, share * rows.delta),
-        scale=_with_scale(sums.scale, tile.clean_query(), d_query),
-        captured=tuple(total + d.astype(total.dtype) for total, d in pairs),
+        scale=_with_scale(sums.scale, tile.clean(query), d_query),
+        captured=tuple(map(add_as, sums.captured, found.captured)),
     )
-    return (d_query * call.scale).astype(call.query.dtype), gradients
+
+
+def _weights(tile: WideTile, rows: Rows, masked: Array) -> tuple[Array, Array, Array]:
+    # The weights in the dtype of products, and the maximum and one over the sum of each row.
+    weights, top, share = _normalised(tile, rows, masked)
+    # Zero where hidden, also in a row that is NaN.
+    weights = jnp.where(masked == -jnp.inf, 0, weights)
+    # In this dtype the scores need no memory beyond this.
+    return lax.optimization_barrier(weights.astype(tile.call.query.dtype)), top, share
+
+
+def _normalised(tile: WideTile, rows: Rows, masked: Array) -> tuple[Array, Array, Array]:
+    top, share = rows.top, rows.share
+    if top is not None and share is not None:
+        return jnp.exp(masked - top) * share, top, share
+    weights, top, total = tile.softmax(masked)
+    return weights, top, reciprocal(total)
 
 
 def _with_bias(bias: Array | None, tile: WideTile, d_scores: Array) -> Array | None:
@@ -206,8 +235,8 @@ def _with_bias(bias: Array | None, tile: WideTile, d_scores: Array) -> Array | N
 def _with_scale(scale: Array | None, query: Array, d_query: Array) -> Array | None:
     if scale is None:
         return None
-    query = rearrange(query, "b t k g h -> b t (k g) h").astype(d_query.dtype)
-    return scale + (d_query * query).sum()
+    query = rearrange(query, "b t k g h -> b k t g h")
+    return scale + (d_query * query.astype(d_query.dtype)).sum()
 
 
 def _with_sinks(sums: Array | None, tile: WideTile, top: Array, shares: Array) -> Array | None:
@@ -219,58 +248,25 @@ def _with_sinks(sums: Array | None, tile: WideTile, top: Array, shares: Array) -
     return add(sums, -part, tile.first[1:2])
 
 
-def _where_finite(x: Array, gradient: Array) -> Array:
-    return jnp.where(finite_tokens(x)[..., None], gradient, 0)
-
-
-def _over_spans(
-    division: Division, in_span: Callable[[Any, Index | int, Span], tuple], carry: Any
-) -> tuple[Any, Any]:
-    """Return `carry` after every span, and what was found in them, joined to `(b, t, n, _)`."""
-
-    def in_part(carry: Any, part: Index | int) -> tuple[Any, Any]:
-        pieces = []
-        for span in division.spans:
-            carry, found = in_span(carry, part, span)
-            pieces.append(found)
-        return carry, jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), *pieces)
-
-    carry, parts = _scan(division, division.parts, in_part, carry)
-    return carry, jax.tree.map(partial(_join_parts, division), parts)
-
-
-def _scan(
-    division: Division, count: int, step: Callable[[Any, Any], tuple], carry: Any
-) -> tuple[Any, Any]:
-    # XLA knows how often such a loop runs, so that the host does not wait for it.
-    if not division.unrolled and count > 1:
-        return lax.scan(step, carry, jnp.arange(count, dtype=jnp.int32))
-    every = []
-    for i in range(count):
-        carry, found = step(carry, i)
-        every.append(found)
-    return carry, jax.tree.map(lambda *x: jnp.stack(x), *every)
-
-
-def _join_tiles(tiles: Any) -> Any:
-    return jax.tree.map(lambda x: rearrange(x, "i b t n w -> b (i t) n w"), tiles)
-
-
-def _join_parts(division: Division, parts: Float[Array, "i b t n w"]) -> Array:
-    # A part is some rows of the batch whole, or some heads of one row.
-    return rearrange(parts, "(p j) b t n w -> (p b) t (j n) w", j=division.head_parts)
-
-
 def batched_memory(call: Call) -> int:
     """Return the bytes of a tile's scores and weights, of clean keys, and of the output twice."""
     b, n, t, _ = call.shape
-    itemsize, width = call.query.dtype.itemsize, call.value.shape[3]
-    sums = accumulation_dtype(call.query.dtype).itemsize
+    itemsize, sums = _itemsizes(call)
+    keys = (call.key.size + call.value.size) * itemsize
+    row = call.value.shape[3] * itemsize + 2 * sums
+    return _largest_tile(call) * (sums + itemsize) + keys + b * n * t * row
+
+
+def _largest_tile(call: Call) -> int:
     division = divided(call, FORWARD, UNROLLED)
     group = call.query.shape[2] // call.key.shape[2]
-    tile = division.batch * division.heads * group * division.largest
-    keys = (call.key.size + call.value.size) * itemsize
-    return tile * (sums + itemsize) + keys + b * n * t * (width * itemsize + 2 * sums)
+    return division.batch * division.heads * group * division.largest
+
+
+def _itemsizes(call: Call) -> tuple[int, int]:
+    # Bytes of a number of the call, and of a score.
+    dtype = call.query.dtype
+    return dtype.itemsize, accumulation_dtype(dtype).itemsize
 
 
 def batched_work(call: Call) -> KernelWork:
@@ -279,9 +275,12 @@ def batched_work(call: Call) -> KernelWork:
     division = divided(call, FORWARD, UNROLLED)
     pairs = sum(span.count * span.rows * span.cols for span in division.spans)
     tiles = division.parts * sum(span.count for span in division.spans)
-    sums = accumulation_dtype(call.query.dtype).itemsize
     # Scores and weights are written once, and read once.
-    both = b * n * pairs * (sums + call.query.dtype.itemsize)
-    flops, moved = products(call, pairs), arrays_moved(call) + both
-    apart = both + 3 * arrays_read(call)
-    return KernelWork(4 * tiles + 12, flops, moved, apart, is_float32(call))
+    both = b * n * pairs * sum(_itemsizes(call))
+    return KernelWork(
+        4 * tiles + 12,
+        products(call, pairs),
+        arrays_moved(call) + both,
+        both + 3 * arrays_read(call),
+        is_float32(call),
+    )

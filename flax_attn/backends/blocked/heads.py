@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -60,65 +60,86 @@ def forward_heads(tiling: Tiling, call: Call) -> Softmax:
 
     def one(b: Array, n: Array) -> Softmax:
         head = _head(tiling, call, bias, b, n)
-        room = headroom(head.value, most)
-        found = forward(replace(head, value=head.value * room))
-        own = _rows_of(factor, b, n)
-        output = found.output / room.astype(dtype) * own
-        # The backward pass divides by the total.
-        return replace(found, output=output, total=found.total * own)
-
-    def store(sums: Softmax, b: Array, n: Array, found: Softmax) -> Softmax:
-        output = put(sums.output, _tokens_first(found.output), (b, 0, n, 0))
-        top = put(sums.top, found.top[None], (b, n, 0, 0))
-        total = put(sums.total, found.total[None], (b, n, 0, 0))
-        return Softmax(output, top, total)
+        return _forward_head(head, headroom(head.value, most), _rows_of(factor, b, n))
 
     rows = jnp.zeros((b, n, t, 1), dtype)
     output = jnp.zeros((b, t, n, call.value.shape[3]), dtype)
-    return _over_heads(call, one, store, Softmax(output, rows, rows))
+    return _over_heads(call, one, _store, Softmax(output, rows, rows))
+
+
+def _forward_head(head: Head, room: Array, factor: Array) -> Softmax:
+    # With values that are smaller by a factor, so that their sums are finite.
+    found = forward(replace(head, value=head.value * room))
+    output = found.output / room.astype(found.output.dtype) * factor
+    # The backward pass divides by the total.
+    return replace(found, output=output, total=found.total * factor)
+
+
+def _store(sums: Softmax, b: Array, n: Array, found: Softmax) -> Softmax:
+    output = put(sums.output, _tokens_first(found.output), (b, 0, n, 0))
+    top = put(sums.top, found.top[None], (b, n, 0, 0))
+    total = put(sums.total, found.total[None], (b, n, 0, 0))
+    return Softmax(output, top, total)
 
 
 def backward_heads(tiling: Tiling, call: Call, saved: Softmax, cotangent: Array) -> Floats:
     """Return the gradients, where the keys may be a part of those that `saved` is over."""
     dtype = accumulation_dtype(call.query.dtype)
     bias = _padded_bias(tiling, call.bias)
-    call = _for_products(call)
     group = call.query.shape[2] // call.key.shape[2]
+    call = _for_products(call)
 
     def one(b: Array, n: Array) -> Floats:
         head = _head(tiling, call, bias, b, n)
-        top, total = _rows_of(saved.top, b, n), _rows_of(saved.total, b, n)
-        rows = Softmax(_pick(saved.output, b, n), top, total)
-        found = backward(head, rows, _pick(cotangent, b, n))
-        query = _pick(call.query, b, n)
-        scale = found.query * zero_nonfinite(query).astype(dtype)
-        return found._replace(
-            query=_where_finite(query, found.query),
-            key=_where_finite(_pick(call.key, b, n // group), found.key),
-            value=_where_finite(_pick(call.value, b, n // group), found.value),
-            scale=scale.sum(),
-        )
-
-    def store(sums: Floats, b: Array, n: Array, found: Floats) -> Floats:
-        query = _tokens_first(found.query * call.scale)
-        captured = [d.sum(axis=0) for d in found.captured]
-        scale = sums.scale
-        if scale is not None and found.scale is not None:
-            scale = scale + found.scale.sum()
-        return Floats(
-            query=put(sums.query, query, (b, 0, n, 0)),
-            key=_put_group(sums.key, found.key, b, n, group),
-            value=_put_group(sums.value, found.value, b, n, group),
-            bias=_add_bias(sums.bias, found.bias, b, n),
-            sinks=_add_sinks(sums.sinks, found.sinks, n),
-            scale=scale,
-            captured=tuple(map(jnp.add, sums.captured, captured)),
-        )
+        found = backward(head, _saved_head(saved, b, n), _pick(cotangent, b, n))
+        return _only_finite(call, b, n, found)
 
     padded = call.floats._replace(bias=bias)
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, dtype), padded)
-    sums = _over_heads(call, one, store, zeros)
+    sums = _over_heads(call, one, partial(_add_head, call.scale, group), zeros)
     return sums._replace(bias=_unpadded_bias(tiling, sums.bias, call.bias))
+
+
+def _saved_head(saved: Softmax, b: Array, n: Array) -> Softmax:
+    output = _pick(saved.output, b, n)
+    return Softmax(output, _rows_of(saved.top, b, n), _rows_of(saved.total, b, n))
+
+
+def _only_finite(call: Call, b: Array, n: Array, found: Floats) -> Floats:
+    # The gradients of tokens that are finite, and that of the scale.
+    kv = n // (call.query.shape[2] // call.key.shape[2])
+    tokens = _pick(call.query, b, n), _pick(call.key, b, kv), _pick(call.value, b, kv)
+    query, key, value = map(_where_finite, tokens, found[:3])
+    scale = (found.query * zero_nonfinite(tokens[0])).sum()
+    return found._replace(query=query, key=key, value=value, scale=scale)
+
+
+def _add_head(factor: Any, group: int, sums: Floats, b: Array, n: Array, found: Floats) -> Floats:
+    return Floats(
+        query=put(sums.query, _tokens_first(found.query * factor), (b, 0, n, 0)),
+        key=_put_group(sums.key, found.key, b, n, group),
+        value=_put_group(sums.value, found.value, b, n, group),
+        bias=_add_bias(sums.bias, found.bias, b, n),
+        sinks=_add_sinks(sums.sinks, found.sinks, n),
+        scale=_add_scale(sums.scale, found.scale),
+        captured=tuple(map(_add_captured, sums.captured, found.captured)),
+    )
+
+
+def _add_scale(total: Array | None, part: Array | None) -> Array | None:
+    return total if total is None or part is None else total + part.sum()
+
+
+def _add_captured(total: Array, part: Array) -> Array:
+    return total + part.sum(axis=0)
+
+
+def heads_memory(tiling: Tiling, call: Call) -> int:
+    """Return the bytes of three tiles, of one padded head, and of maxima and sums."""
+    b, n, t, _ = call.shape
+    head = tiling.tokens * (call.query.shape[3] + call.value.shape[3])
+    numbers = 3 * tiling.block * tiling.widest + head + 2 * b * n * t
+    return accumulation_dtype(call.query.dtype).itemsize * numbers
 
 
 def _for_products(call: Call) -> Call:
@@ -134,8 +155,7 @@ def _over_heads(call: Call, one: Callable, store: Callable, sums: Totals) -> Tot
 
     def step(i: Array, sums: Totals) -> Totals:
         # One by one, since a batched product is slow on CPU.
-        i = jnp.asarray(i, jnp.int32)
-        row, head = i // n, i % n
+        row, head = jnp.asarray(i, jnp.int32) // n, jnp.asarray(i, jnp.int32) % n
         found = jax.tree.map(lambda x: x[None], one(row, head))
         return store(sums, row, head, found)
 
@@ -143,11 +163,8 @@ def _over_heads(call: Call, one: Callable, store: Callable, sums: Totals) -> Tot
 
 
 def _head(tiling: Tiling, call: Call, bias: Array | None, b: Array, n: Array) -> Head:
-    dtype = accumulation_dtype(call.query.dtype)
-    shared = n // (call.query.shape[2] // call.key.shape[2])
-    query = zero_nonfinite(_pick(call.query, b, n)).astype(dtype) * call.scale
-    key = zero_nonfinite(_pick(call.key, b, shared))
-    value = zero_nonfinite(_pick(call.value, b, shared))
+    kv = n // (call.query.shape[2] // call.key.shape[2])
+    query = zero_nonfinite(_pick(call.query, b, n)) * call.scale
     rows = (0, tiling.padded_t - tiling.t), (0, 0)
     cols = (tiling.pad_before, tiling.pad_after), (0, 0)
     _, mask = call.mask.split_band()  # the tiling knows the band
@@ -155,8 +172,8 @@ def _head(tiling: Tiling, call: Call, bias: Array | None, b: Array, n: Array) ->
         call=call,
         tiling=tiling,
         query=jnp.pad(query, rows),
-        key=jnp.pad(key, cols),
-        value=jnp.pad(value, cols),
+        key=jnp.pad(zero_nonfinite(_pick(call.key, b, kv)), cols),
+        value=jnp.pad(zero_nonfinite(_pick(call.value, b, kv)), cols),
         bias=bias,
         score=None if call.score is None else call.score.head(b, n),
         sink=None if call.sinks is None else take(call.sinks, (n,), (1,)),

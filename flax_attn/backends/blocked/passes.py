@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial, reduce
 from typing import NamedTuple
 
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from flax_attn.backends.blocked.slices import add
+from flax_attn.backends.blocked.slices import add, add_as
 from flax_attn.backends.blocked.tiles import (
     Head,
     Tile,
@@ -23,28 +24,32 @@ from flax_attn.backends.blocked.tiles import (
     starts,
 )
 from flax_attn.backends.call import Floats
-from flax_attn.backends.softmax import Softmax, Sums
+from flax_attn.backends.softmax import Softmax, Sums, reciprocal
+from flax_attn.backends.tile import score_gradients, times
 
 
 def forward(head: Head) -> Softmax:
     """Return the output of one head, divided by its sum, and the softmax's maximum and sum."""
-    size = head.tiling.block
-
-    def block(start: Array) -> Softmax:
-        query = lax.dynamic_slice_in_dim(head.query, start, size)
-
-        def step(done: Sums, tile: Tile) -> Sums:
-            return done & _forward_tile(head, query, tile)
-
-        parts = []
-        for rows, tiles in edges(head, start):
-            own = [_forward_tile(head, query[rows], tile) for tile in tiles]
-            parts.append(reduce(Sums.__and__, own))
-        done = _joined(parts) if parts else _nothing(head)
-        return _finish(head, over_chunks(head, start, step, done))
-
-    blocks = lax.map(block, starts(head.tiling))
+    blocks = lax.map(partial(_forward_block, head), starts(head.tiling))
     return jax.tree.map(partial(_rows, head), blocks)
+
+
+def _forward_block(head: Head, start: Array) -> Softmax:
+    query = lax.dynamic_slice_in_dim(head.query, start, head.tiling.block)
+
+    def step(done: Sums, tile: Tile) -> Sums:
+        return done & _forward_tile(head, query, tile)
+
+    done = _at_edges(head, query, start)
+    return _finish(head, over_chunks(head, start, step, done))
+
+
+def _at_edges(head: Head, query: Array, start: Array) -> Sums:
+    parts = []
+    for rows, tiles in edges(head, start):
+        own = [_forward_tile(head, query[rows], tile) for tile in tiles]
+        parts.append(reduce(Sums.__and__, own))
+    return _joined(parts) if parts else _nothing(head)
 
 
 def _joined(parts: list[Sums]) -> Sums:
@@ -66,9 +71,8 @@ def _forward_tile(head: Head, query: Array, tile: Tile) -> Sums:
     top = jnp.maximum(masked.max(axis=-1, keepdims=True), head.lowest)
     exps = jnp.exp(masked - top)
     total = exps.sum(axis=-1, keepdims=True)
-    factors = dropout_factors(head, tile)
-    exps = exps if factors is None else exps * factors
-    return Sums(head.dot(exps, keys(head, head.value, tile)), top, total)
+    kept = times(exps, dropout_factors(head, tile))
+    return Sums(head.dot(kept, keys(head, head.value, tile)), top, total)
 
 
 def _finish(head: Head, done: Sums) -> Softmax:
@@ -89,42 +93,49 @@ def backward(head: Head, saved: Softmax, cotangent: Float[Array, "t v"]) -> Floa
     They are those of the scaled query, the key, the value, the bias (`(t, s)`, either being 1 where
     it broadcasts), the sink, and the arrays that a function of scores captures.
     """
-    tiling, dtype = head.tiling, head.sums
+    tiling = head.tiling
     all_rows, delta = _prepare(head, saved, cotangent)
-
-    def block(sums: _KeySums, start: Array) -> tuple[_KeySums, Array]:
-        block_rows = all_rows.block(start, tiling.block)
-
-        def step(carry: tuple[Array, _KeySums], tile: Tile) -> tuple[Array, _KeySums]:
-            d_query, sums = _backward_tile(head, block_rows, tile, carry[1])
-            return carry[0] + d_query, sums
-
-        parts = []
-        for rows, tiles in edges(head, start):
-            d_rows = []
-            for tile in tiles:
-                d_query, sums = _backward_tile(head, block_rows.part(rows), tile, sums)
-                d_rows.append(d_query)
-            parts.append(sum(d_rows))
-        nothing = jnp.zeros(block_rows.query.shape, dtype)
-        d_query = jnp.concatenate(parts) if parts else nothing
-        d_query, sums = over_chunks(head, start, step, (d_query, sums))
-        return sums, d_query
-
+    block = partial(_backward_block, head, all_rows)
     sums, d_query = lax.scan(block, _KeySums.zeros(head), starts(tiling))
     real = slice(tiling.pad_before, tiling.pad_before + tiling.s)
-    d_sink = None
-    if head.sink is not None:
-        weight = jnp.exp(_as_column(head, head.sink) - saved.top)
-        d_sink = -(weight * delta).sum()
     return Floats(
         query=_rows(head, d_query),
         key=sums.key[:, real].T,
         value=sums.value[:, real].T,
         bias=sums.bias,
-        sinks=d_sink,
+        sinks=None if head.sink is None else _sink_gradient(head, head.sink, saved.top, delta),
         captured=sums.captured,
     )
+
+
+def _sink_gradient(head: Head, sink: Array, top: Array, delta: Array) -> Array:
+    weight = jnp.exp(_as_column(head, sink) - top)
+    return -(weight * delta).sum()
+
+
+def _backward_block(head: Head, all_rows: _Rows, sums: _KeySums, start: Array) -> _Carry:
+    rows = all_rows.block(start, head.tiling.block)
+    step = partial(_backward_step, head, rows)
+    return over_chunks(head, start, step, _backward_edges(head, rows, sums, start))
+
+
+def _backward_step(head: Head, rows: _Rows, carry: _Carry, tile: Tile) -> _Carry:
+    sums, d_query = carry
+    d_rows, sums = _backward_tile(head, rows, tile, sums)
+    return sums, d_query + d_rows
+
+
+def _backward_edges(head: Head, block: _Rows, sums: _KeySums, start: Array) -> _Carry:
+    parts = []
+    for rows, tiles in edges(head, start):
+        sums, d_query = _backward_rows(head, block.part(rows), tiles, sums)
+        parts.append(d_query)
+    return sums, jnp.concatenate(parts or [jnp.zeros(block.query.shape, head.sums)])
+
+
+def _backward_rows(head: Head, rows: _Rows, tiles: Sequence[Tile], sums: _KeySums) -> _Carry:
+    carry = sums, jnp.zeros(rows.query.shape, head.sums)
+    return reduce(partial(_backward_step, head, rows), tiles, carry)
 
 
 class _KeySums(NamedTuple):
@@ -136,14 +147,15 @@ class _KeySums(NamedTuple):
 
     @staticmethod
     def zeros(head: Head) -> _KeySums:
-        score, dtype = head.score, head.sums
-        captured = () if score is None else score.floats
-        return _KeySums(
-            key=jnp.zeros(head.key.shape[::-1], dtype),
-            value=jnp.zeros(head.value.shape[::-1], dtype),
-            bias=None if head.bias is None else jnp.zeros(head.bias.shape[2:], dtype),
-            captured=tuple(jnp.zeros(x.shape, dtype) for x in captured),
-        )
+        zeros = partial(jnp.zeros, dtype=head.sums)
+        bias = None if head.bias is None else zeros(head.bias.shape[2:])
+        floats = () if head.score is None else head.score.floats
+        captured = tuple(zeros(x.shape) for x in floats)
+        return _KeySums(zeros(head.key.shape[::-1]), zeros(head.value.shape[::-1]), bias, captured)
+
+
+# With the gradient of some queries.
+_Carry = tuple[_KeySums, Array]
 
 
 class _Rows(NamedTuple):
@@ -184,48 +196,43 @@ class _Rows(NamedTuple):
 def _prepare(head: Head, saved: Softmax, cotangent: Array) -> tuple[_Rows, Array]:
     # The sum is divided out here, so that no tile has to: with e = exp(x - top), dv = e^T do, dx =
     # e (do v^T - delta).
-    empty = saved.total == 0
-    share = jnp.where(empty, 0, 1 / jnp.where(empty, 1, saved.total))
-    cotangent = cotangent.astype(head.sums) * share
+    cotangent = cotangent.astype(head.sums) * reciprocal(saved.total)
     delta = (saved.output * cotangent).sum(axis=-1, keepdims=True)
     pad = ((0, head.query.shape[0] - head.tiling.t), (0, 0))
-    padded = jnp.pad(cotangent, pad)
-    # Padded rows see nothing, whatever a function of scores says.
-    top = jnp.pad(saved.top, pad, constant_values=jnp.inf)
-    return _Rows(head.query, padded, jnp.pad(delta, pad), top, head.query.T, padded.T), delta
+    cotangent = jnp.pad(cotangent, pad)
+    rows = _Rows(
+        query=head.query,
+        cotangent=cotangent,
+        delta=jnp.pad(delta, pad),
+        # Padded rows see nothing, whatever a function of scores says.
+        top=jnp.pad(saved.top, pad, constant_values=jnp.inf),
+        query_t=head.query.T,
+        cotangent_t=cotangent.T,
+    )
+    return rows, delta
 
 
 def _backward_tile(head: Head, rows: _Rows, tile: Tile, sums: _KeySums) -> tuple[Array, _KeySums]:
-    soft_cap = head.call.soft_cap
     masked, capped = scores(head, rows.query, tile)
     exps = jnp.exp(masked - rows.top)
     d_exps = head.dot(rows.cotangent, keys(head, head.value, tile).T)
     factors = dropout_factors(head, tile)
-    dropped = exps
-    if factors is not None:
-        dropped, d_exps = exps * factors, d_exps * factors
-    d_scores = exps * (d_exps - rows.delta)
-    captured = sums.captured
-    if head.score is not None:
-        # Zeros where nothing is seen, for what overflowed: captured arrays sum over all pairs of
-        # tokens.
-        seen = exps != 0
-        cleared = (jnp.where(seen, x, 0) for x in (capped, d_scores))
-        d_scores, found = head.score.pull(tile.indices, *cleared)
-        pairs = zip(captured, found, strict=True)
-        captured = tuple(total + d.astype(total.dtype) for total, d in pairs)
-    if soft_cap is not None:
-        d_scores = d_scores * (1 - (capped / soft_cap) ** 2)
-    # What overflowed where nothing is seen.
-    d_scores = jnp.where(exps == 0, 0, d_scores)
+    found = score_gradients(
+        exps,
+        times(d_exps, factors),
+        rows.delta,
+        capped,
+        head.call.soft_cap,
+        pull=None if head.score is None else partial(head.score.pull, tile.indices),
+    )
     row, col = padded_start(head, tile)
     sums = _KeySums(
-        key=add(sums.key, head.dot(rows.query_t, d_scores), (0, col)),
-        value=add(sums.value, head.dot(rows.cotangent_t, dropped), (0, col)),
-        bias=_with_bias(sums.bias, d_scores, row, col),
-        captured=captured,
+        key=add(sums.key, head.dot(rows.query_t, found.scores), (0, col)),
+        value=add(sums.value, head.dot(rows.cotangent_t, times(exps, factors)), (0, col)),
+        bias=_with_bias(sums.bias, found.scores, row, col),
+        captured=tuple(map(add_as, sums.captured, found.captured)),
     )
-    return head.dot(d_scores, keys(head, head.key, tile)), sums
+    return head.dot(found.scores, keys(head, head.key, tile)), sums
 
 
 def _with_bias(bias: Array | None, d_scores: Array, row: Array, col: Array) -> Array | None:

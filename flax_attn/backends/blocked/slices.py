@@ -24,5 +24,10 @@ def add(array: Array, part: Array, at: Indices) -> Array:
     return put(array, take(array, at, part.shape) + part.astype(array.dtype), at)
 
 
+def add_as(total: Array, part: Array) -> Array:
+    """Return the total and a part of it, in the dtype of the total."""
+    return total + part.astype(total.dtype)
+
+
 def _int32(at: Indices) -> list[Array]:
     return [jnp.asarray(index, jnp.int32) for index in at]

@@ -6,11 +6,13 @@ queries at once as a budget of scores allows. Which keys a tile has is known bef
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import NamedTuple
 
 from flax_attn.backends.call import Call
+from flax_attn.functional.kv_range import KVRange
 from flax_attn.functional.mask_part import MaskPart
 
 UNIT = 128  # tokens: what tensor cores and matrix units take at once
@@ -59,20 +61,30 @@ def divided(call: Call, most: int, unrolled: int) -> Division:
 
     More than `unrolled` tiles are looped over, so that programs stay small.
     """
-    b, n, t, s = call.shape
+    batch, heads, parts = _heads_at_once(call, most)
     k = call.key.shape[2]
-    # In an exported program the batch may be a symbol, and is then taken whole.
-    known = b if isinstance(b, int) else 1
+    together = batch * heads * (call.query.shape[2] // k)
+    spans = tuple(_greedy(_SeenKeys.of(call), 0, call.shape[2], most // together))
+    few = len(spans) * parts <= unrolled
+    return Division(
+        # In an exported program the batch may be a symbol, and is then taken whole.
+        batch=batch if isinstance(call.shape[0], int) else call.shape[0],
+        heads=heads,
+        spans=_joined(spans) if few else tuple(_in_groups(call, most // together)),
+        head_parts=k // heads,
+        parts=parts,
+        unrolled=few,
+    )
+
+
+def _heads_at_once(call: Call, most: int) -> tuple[int, int, int]:
+    # The rows of the batch and the key/value heads of a tile, and how many such parts there are.
+    b, n, t, s = call.shape
+    k, rows = call.key.shape[2], b if isinstance(b, int) else 1
     least = min(t, UNIT) * s * (n // k)
     heads = _divisor(k, most // least)
-    batch = _divisor(known, most // (least * k)) if heads == k else 1
-    fits = most // (batch * heads * (n // k))
-    parts = known // batch * (k // heads)
-    spans = list(_greedy(_SeenKeys.of(call), 0, t, fits))
-    few = len(spans) * parts <= unrolled
-    spans = _joined(spans) if few else tuple(_in_groups(call, fits))
-    batch = batch if isinstance(b, int) else b
-    return Division(batch, heads, spans, k // heads, parts, unrolled=few)
+    batch = _divisor(rows, most // (least * k)) if heads == k else 1
+    return batch, heads, rows // batch * (k // heads)
 
 
 def _divisor(size: int, most: int) -> int:
@@ -93,36 +105,34 @@ def _greedy(keys: _SeenKeys, first: int, stop: int, most: int) -> Iterator[Span]
     share = _round_up(-(-stop // _SHARES), UNIT)
     while first < stop:
         rows = min(share, stop - first)
-        rows = min(rows, _rows(keys.width(first, first + rows), most))
-        width = keys.width(first, first + rows)
-        largest = min(_rows(width, most), stop - first)
-        while rows + UNIT <= largest and keys.width(first, first + rows + UNIT) == width:
-            rows += UNIT
+        rows = _extended(keys, first, rows, stop, most)
         yield _span(keys, first, rows, 1)
         first += rows
 
 
-def _joined(spans: list[Span]) -> tuple[Span, ...]:
+def _extended(keys: _SeenKeys, first: int, rows: int, stop: int, most: int) -> int:
+    # At most so many scores, but as many queries as see no more keys.
+    rows = min(rows, _rows(keys.width(first, first + rows), most))
+    width = keys.width(first, first + rows)
+    largest = min(_rows(width, most), stop - first)
+    while rows + UNIT <= largest and keys.width(first, first + rows + UNIT) == width:
+        rows += UNIT
+    return rows
+
+
+def _joined(spans: Sequence[Span]) -> tuple[Span, ...]:
     # Tiles of equal sizes over the same keys as one span.
-    found: list[Span] = []
-    for span in spans:
-        last = found[-1] if found else None
-        if last is not None and span[1:] == (last.rows, 1, last.col, last.cols):
-            found[-1] = last._replace(count=last.count + 1)
-        else:
-            found.append(span)
-    return tuple(found)
+    equal = [list(group) for _, group in groupby(spans, key=lambda span: span[1:])]
+    return tuple(group[0]._replace(count=len(group)) for group in equal)
 
 
 def _equal(keys: _SeenKeys, first: int, stop: int, most: int) -> Iterator[Span]:
-    col, end = keys.range(first, stop)
-    rows = _rows(end - col, most)
-    count = (stop - first) // rows
-    if count:
-        yield Span(first, rows, count, col, end - col)
-    rest = first + count * rows
-    if rest < stop:
-        yield _span(keys, rest, stop - rest, 1)
+    size = stop - first
+    rows = _rows(keys.width(first, stop), most)
+    if rows <= size:
+        yield _span(keys, first, size, 1)._replace(rows=rows, count=size // rows)
+    if size % rows:
+        yield _span(keys, stop - size % rows, size % rows, 1)
 
 
 def _span(keys: _SeenKeys, row: int, rows: int, count: int) -> Span:
@@ -131,9 +141,9 @@ def _span(keys: _SeenKeys, row: int, rows: int, count: int) -> Span:
 
 
 def _rows(cols: int, most: int) -> int:
-    # Multiples of half a unit, or few queries over very many keys.
-    fits, half = most // max(cols, 1), UNIT // 2
-    return fits - fits % half if fits >= half else max(fits - fits % 8, 8)
+    # Multiples of a quarter of a unit, or few queries over very many keys.
+    fits, quarter = most // max(cols, 1), UNIT // 4
+    return fits - fits % quarter if fits >= quarter else max(fits - fits % 8, 8)
 
 
 def _power_of_two(size: int, unit: int) -> int:
@@ -144,6 +154,10 @@ def _round_up(size: int, unit: int) -> int:
     return -(-size // unit) * unit
 
 
+def _is_known(found: KVRange) -> bool:
+    return isinstance(found.start, int) and isinstance(found.stop, int)
+
+
 class _SeenKeys(NamedTuple):
     # The parts of a mask that say before tracing which keys they show.
     parts: tuple[MaskPart, ...]
@@ -152,19 +166,12 @@ class _SeenKeys(NamedTuple):
     @staticmethod
     def of(call: Call) -> _SeenKeys:
         _, _, t, s = call.shape
-        known = []
-        for part in call.mask.parts:
-            found = part.kv_range(0, t - 1, s)
-            if isinstance(found.start, int) and isinstance(found.stop, int):
-                known.append(part)
+        known = [part for part in call.mask.parts if _is_known(part.kv_range(0, t - 1, s))]
         return _SeenKeys(tuple(known), s)
 
     def range(self, first: int, stop: int) -> tuple[int, int]:
         """Return the keys that the queries from `first` to before `stop` may see; one at least."""
-        start, end = 0, self.s
-        for part in self.parts:
-            found = part.kv_range(first, stop - 1, self.s)
-            start, end = max(start, int(found.start)), min(end, int(found.stop))
+        start, end = self._exact(first, stop)
         start = max(min(start, self.s - 1), 0)
         start -= start % UNIT
         end = max(end, start + 1)
@@ -172,6 +179,12 @@ class _SeenKeys(NamedTuple):
         # double what is computed.
         width = _round_up(end - start, UNIT) if start else _power_of_two(end, UNIT)
         return start, min(start + width, self.s)
+
+    def _exact(self, first: int, stop: int) -> tuple[int, int]:
+        ranges = [part.kv_range(first, stop - 1, self.s) for part in self.parts]
+        starts = [int(found.start) for found in ranges]
+        stops = [int(found.stop) for found in ranges]
+        return max([0, *starts]), min([self.s, *stops])
 
     def width(self, first: int, stop: int) -> int:
         """Return how many keys these are."""

@@ -15,6 +15,8 @@ from jaxtyping import Array, Bool, Float
 from flax_attn.backends.blocked.slices import take
 from flax_attn.backends.blocked.tiling import EdgeTile, Tiling
 from flax_attn.backends.call import Call
+from flax_attn.backends.tile import TileScores
+from flax_attn.backends.tile import scores as tile_scores
 from flax_attn.functional.dropout import keep_mask
 from flax_attn.functional.dtypes import accumulation_dtype
 from flax_attn.functional.kv_range import KVRange
@@ -103,22 +105,28 @@ def edges(head: Head, start: Array) -> Iterator[tuple[slice, list[Tile]]]:
 
 
 def _at_edge(head: Head, start: Array, edge: EdgeTile) -> Tile:
-    tiling = head.tiling
     tile = Tile(start + edge.row, edge.rows, start + edge.col, edge.cols)
-    rows, cols = tile.indices
-    distance = (edge.col - edge.row) + jnp.arange(edge.cols)[None] - jnp.arange(edge.rows)[:, None]
-    conditions = []
-    if tiling.low is not None:
-        conditions.append(distance >= tiling.low)
-    if tiling.high is not None:
-        conditions.append(distance <= tiling.high)
-    if tiling.pad_before:
-        conditions.append((cols >= 0)[None])
-    if tiling.edges_cross_end:
-        conditions.append((cols < tiling.s)[None])
-    if head.mask.parts:
-        conditions.append(head.mask.block(rows, cols)[0, 0])
+    conditions = [*_in_band(head.tiling, edge), *_inside(head, tile)]
     return tile._replace(visible=reduce(jnp.logical_and, conditions))
+
+
+def _in_band(tiling: Tiling, edge: EdgeTile) -> Iterator[Array]:
+    distance = (edge.col - edge.row) + jnp.arange(edge.cols)[None] - jnp.arange(edge.rows)[:, None]
+    if tiling.low is not None:
+        yield distance >= tiling.low
+    if tiling.high is not None:
+        yield distance <= tiling.high
+
+
+def _inside(head: Head, tile: Tile) -> Iterator[Array]:
+    # What else an edge tile hides: keys that are none, and what the rest of the mask does.
+    _, cols = tile.indices
+    if head.tiling.pad_before:
+        yield (cols >= 0)[None]
+    if head.tiling.edges_cross_end:
+        yield (cols < head.tiling.s)[None]
+    if head.mask.parts:
+        yield head.mask.block(*tile.indices)[0, 0]
 
 
 def over_chunks(
@@ -129,60 +137,88 @@ def over_chunks(
     First for the chunks in which all is visible, then for those where the mask or the end of the
     keys hides something.
     """
-    tiling, chunk = head.tiling, head.tiling.chunk
-    if tiling.edges_only:
+    if head.tiling.edges_only:
         return carry
-    if head.mask.summarised:
-        return _over_seen_chunks(head, start, step, carry)
-    kv_range = _chunk_range(head, start)
-    first, stop, inner_first, inner_stop = (jnp.asarray(x, jnp.int32) for x in kv_range)
-    if tiling.chunks_fit:
-        # There are no keys beyond the last whole chunk, so that chunks begin where these do.
-        first = first - first % chunk
+    chunks = _seen_chunks(head, start) if head.mask.summarised else _chunks(head, start)
 
     def plain(index: Array, carry: Carry) -> Carry:
-        return step(carry, Tile(start, tiling.block, first + index * chunk, chunk))
+        tile = Tile(start, head.tiling.block, chunks.first_key(index), head.tiling.chunk)
+        return step(carry, tile)
 
     def masked(index: Array, carry: Carry) -> Carry:
-        return step(carry, _masked_chunk(head, start, first + index * chunk, stop))
+        return step(carry, _masked_chunk(head, start, chunks.first_key(index), chunks.stop))
 
-    whole = jnp.int32(0)
-    if not kv_range.needs_mask:
-        seen_by_all = jnp.maximum(inner_stop - first, 0) // chunk
-        whole = jnp.where(inner_first <= first, seen_by_all, 0)
-        carry = lax.fori_loop(jnp.int32(0), whole, plain, carry)
-    if head.mask.parts or not tiling.chunks_fit:
-        count = -(-jnp.maximum(stop - first, 0) // chunk)
-        carry = lax.fori_loop(whole, count, masked, carry)
+    if chunks.some_whole:
+        carry = lax.fori_loop(jnp.int32(0), chunks.whole, plain, carry)
+    if chunks.some_masked:
+        carry = lax.fori_loop(chunks.whole, chunks.count, masked, carry)
     return carry
 
 
-def _over_seen_chunks(head: Head, start: Array, step: Callable, carry: Carry) -> Carry:
-    # As `over_chunks`, where a summary knows which chunks are empty: they are left out wherever
-    # they lie.
-    tiling, chunk = head.tiling, head.tiling.chunk
+class _Chunks(NamedTuple):
+    # The chunks that a block of queries sees, those that it sees whole first.
+    first_key: Callable[[Array], Array]
+    stop: Array
+    whole: Array
+    count: Array
+    some_whole: bool = True
+    some_masked: bool = True
+
+
+def _chunks(head: Head, start: Array) -> _Chunks:
+    # Those between the first and the last key.
+    tiling = head.tiling
     kv_range = _chunk_range(head, start)
-    first, stop = (jnp.asarray(x, jnp.int32) for x in kv_range[:2])
-    if tiling.chunks_fit:
-        first = first - first % chunk
-    most = -(-tiling.s // chunk) + 1
-    cols = first + jnp.arange(most, dtype=jnp.int32) * chunk
-    last_row = jnp.minimum(start + tiling.block, tiling.t) - 1
-    some, whole = head.mask.tiles(start, last_row, cols, cols + chunk, tiling.s)
-    some = some & (cols < stop)
-    whole = whole & some & (cols + chunk <= stop)
-    # Chunks that are seen whole come first, then those of which some is seen.
+    first, stop = _chunk_ends(tiling, kv_range)
+    return _Chunks(
+        first_key=lambda index: first + index * tiling.chunk,
+        stop=stop,
+        whole=_whole_chunks(tiling, kv_range, first),
+        count=-(-jnp.maximum(stop - first, 0) // tiling.chunk),
+        some_whole=not kv_range.needs_mask,
+        some_masked=bool(head.mask.parts) or not tiling.chunks_fit,
+    )
+
+
+def _whole_chunks(tiling: Tiling, kv_range: KVRange, first: Array) -> Array:
+    # How many chunks from the first on are seen whole.
+    if kv_range.needs_mask:
+        return jnp.int32(0)
+    inner_first, inner_stop = (jnp.asarray(x, jnp.int32) for x in kv_range[2:4])
+    seen_by_all = jnp.maximum(inner_stop - first, 0) // tiling.chunk
+    return jnp.where(inner_first <= first, seen_by_all, 0)
+
+
+def _seen_chunks(head: Head, start: Array) -> _Chunks:
+    # A summary knows which chunks are empty: they are left out wherever they lie.
+    first, stop = _chunk_ends(head.tiling, _chunk_range(head, start))
+    most = -(-head.tiling.s // head.tiling.chunk) + 1
+    cols = first + jnp.arange(most, dtype=jnp.int32) * head.tiling.chunk
+    some, whole = _summarised(head, start, cols, stop)
     order = jnp.argsort(jnp.where(whole, 0, jnp.where(some, 1, 2)), stable=True)
+    return _Chunks(lambda index: cols[order[index]], stop, _count(whole), _count(some))
 
-    def plain(index: Array, carry: Carry) -> Carry:
-        return step(carry, Tile(start, tiling.block, cols[order[index]], chunk))
 
-    def masked(index: Array, carry: Carry) -> Carry:
-        return step(carry, _masked_chunk(head, start, cols[order[index]], stop))
+def _count(chunks: Array) -> Array:
+    return jnp.count_nonzero(chunks).astype(jnp.int32)
 
-    first_masked, end = (jnp.count_nonzero(x).astype(jnp.int32) for x in (whole, some))
-    carry = lax.fori_loop(jnp.int32(0), first_masked, plain, carry)
-    return lax.fori_loop(first_masked, end, masked, carry)
+
+def _summarised(head: Head, start: Array, cols: Array, stop: Array) -> tuple[Array, Array]:
+    # Which chunks are seen in part, and which whole.
+    ends = cols + head.tiling.chunk
+    some, whole = head.mask.tiles(start, _last_row(head, start), cols, ends, head.tiling.s)
+    some = some & (cols < stop)
+    return some, whole & some & (ends <= stop)
+
+
+def _chunk_ends(tiling: Tiling, kv_range: KVRange) -> tuple[Array, Array]:
+    first, stop = (jnp.asarray(x, jnp.int32) for x in kv_range[:2])
+    # There are no keys beyond the last whole chunk, so that chunks begin where these do.
+    return (first - first % tiling.chunk if tiling.chunks_fit else first), stop
+
+
+def _last_row(head: Head, start: Array) -> Array:
+    return jnp.minimum(start + head.tiling.block, head.tiling.t) - 1
 
 
 def _masked_chunk(head: Head, start: Array, col: Array, stop: Array) -> Tile:
@@ -197,28 +233,21 @@ def _chunk_range(head: Head, start: Array) -> KVRange:
     low, high = tiling.chunk_keys
     first = 0 if low is None else start + low
     stop = tiling.s if high is None else start + high
-    last_row = jnp.minimum(start + tiling.block, tiling.t) - 1
-    return KVRange(first, stop, first, stop) & head.mask.kv_range(start, last_row, tiling.s)
+    seen = head.mask.kv_range(start, _last_row(head, start), tiling.s)
+    return KVRange(first, stop, first, stop) & seen
 
 
-def scores(head: Head, query: Array, tile: Tile) -> tuple[Array, Array]:
-    """Return the scores of a tile, -inf where hidden, and the scores after the soft cap.
-
-    The second are those before a function of scores changed them.
-    """
-    soft_cap, visible = head.call.soft_cap, tile.visible
-    x = head.dot(query, keys(head, head.key, tile).T)
-    if head.bias is not None:
-        bias = _bias_tile(head, head.bias, tile)
-        if soft_cap is not None or head.score is not None:
-            # Both would turn the -inf that hides into a number.
-            unhidden = bias != -jnp.inf
-            visible = unhidden if visible is None else unhidden & visible
-        x = x + (bias if head.score is None else jnp.where(bias == -jnp.inf, 0, bias))
-    if soft_cap is not None:
-        x = soft_cap * jnp.tanh(x / soft_cap)
-    final = x if head.score is None else head.score.tile(x, *tile.indices)
-    return (final if visible is None else jnp.where(visible, final, -jnp.inf)), x
+def scores(head: Head, query: Array, tile: Tile) -> TileScores:
+    """Return the scores of a tile."""
+    score, bias = head.score, head.bias
+    products = head.dot(query, keys(head, head.key, tile).T)
+    return tile_scores(
+        products,
+        bias=None if bias is None else _bias_tile(head, bias, tile),
+        visible=tile.visible,
+        soft_cap=head.call.soft_cap,
+        function=None if score is None else lambda x: score.tile(x, *tile.indices),
+    )
 
 
 def keys(head: Head, x: Array, tile: Tile) -> Array:
@@ -232,8 +261,7 @@ def dropout_factors(head: Head, tile: Tile) -> Array | None:
     if dropout is None:
         return None
     rows, cols = tile.indices
-    b, n = head.b.reshape(1, 1), head.n.reshape(1, 1)
-    keep = keep_mask(dropout, b, n, rows[:, None], cols[None])
+    keep = keep_mask(dropout, head.b.reshape(1, 1), head.n.reshape(1, 1), rows[:, None], cols[None])
     return jnp.where(keep, 1 / (1 - dropout.rate), 0).astype(head.sums)
 
 

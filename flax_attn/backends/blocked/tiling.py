@@ -77,13 +77,23 @@ class Tiling:
         )
 
     def _edges_of(self, row: int) -> list[EdgeTile]:
-        low, high = self.low, self.high
+        low, high, edge = self.low, self.high, self.edge
         if low is not None and high is not None and self.edges_only:
-            return [
-                EdgeTile(row, self.edge, row + low, max(1, self.edge + high - low))
-            ]  # the band may be empty
-        left = [] if low is None else [EdgeTile(row, self.edge, row + low, self.block - row)]
-        return left if high is None else [*left, EdgeTile(row, self.edge, high, row + self.edge)]
+            # The band may be empty.
+            return [EdgeTile(row, edge, row + low, max(1, edge + high - low))]
+        left = [] if low is None else [EdgeTile(row, edge, row + low, self.block - row)]
+        return left if high is None else [*left, EdgeTile(row, edge, high, row + edge)]
+
+    @property
+    def tokens(self) -> int:
+        """Number of queries and keys of a head, with what is padded at most."""
+        return self.t + self.block + self.s + self.pad_before + self.pad_after
+
+    @property
+    def widest(self) -> int:
+        """Number of keys of the widest tile."""
+        chunk = 0 if self.edges_only else self.chunk
+        return max([chunk, *(edge.cols for edge in self.edges)])
 
     @property
     def chunk_keys(self) -> tuple[int | None, int | None]:
@@ -99,10 +109,13 @@ class Tiling:
         start, stop = self.chunk_keys
         if start is not None or self.edges_only:
             return self.edges_only
-        if stop is None:
-            return self.s % self.chunk == 0
+        return self.s % self.chunk == 0 if stop is None else self._fit_until(stop)
+
+    def _fit_until(self, stop: int) -> bool:
+        # Whether they do where the chunks of a block end at a key, counted from its first query.
         last = (self.blocks - 1) * self.block + stop
-        return stop >= 0 and last <= self.s and self.block % self.chunk == stop % self.chunk == 0
+        whole = self.block % self.chunk == stop % self.chunk == 0
+        return whole and stop >= 0 and last <= self.s
 
     @property
     def pad_before(self) -> int:
@@ -128,15 +141,12 @@ class Tiling:
 
 def make_tiling(t: int, s: int, low: int | None, high: int | None, block: int, edge: int) -> Tiling:
     """Return equal blocks of at most about `block` queries, edge tiles of at most about `edge`."""
-    low = (
-        None if low is not None and low <= 1 - t else low
-    )  # the band ends beyond the last query or key
+    # A band that ends beyond the last query or key hides nothing there.
+    low = None if low is not None and low <= 1 - t else low
     high = None if high is not None and high >= s - 1 else high
-    size = _share(t, block)
-    edge = _share(size, edge)
-    size = -(-size // edge) * edge
-    chunk = size if high is not None else _share(s, block)
-    return Tiling(t, s, size, edge, chunk, low, high)
+    edge = _share(_share(t, block), edge)
+    size = -(-_share(t, block) // edge) * edge
+    return Tiling(t, s, size, edge, size if high is not None else _share(s, block), low, high)
 
 
 def _share(size: int, most: int) -> int:

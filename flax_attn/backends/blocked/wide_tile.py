@@ -18,63 +18,16 @@ from einops import rearrange
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
-from flax_attn.backends.blocked.slices import take
+from flax_attn.backends.blocked.prepared import Prepared, part_of
+from flax_attn.backends.blocked.slices import put, take
 from flax_attn.backends.blocked.spans import Division, Span
-from flax_attn.backends.call import Call
+from flax_attn.backends.call import Call, Floats
 from flax_attn.backends.tile import TileScores, scores
 from flax_attn.functional.dropout import keep_mask
-from flax_attn.functional.dtypes import accumulation_dtype
-from flax_attn.functional.nonfinite import finite_tokens, zero_nonfinite
 from flax_attn.functional.shapes import Index
 from flax_attn.functional.traced_score import TracedScore
 
 GroupedScores = Float[Array, "b k t g s"]
-
-
-class Prepared(NamedTuple):
-    """The arrays of a call as tiles read them.
-
-    Args:
-        call: call that they are of.
-        query: query `(b, t, n, h)` of the call; of a tile `(b, t, k, g, h)`.
-        key: key `(b, k, s, h)`, with zeros for tokens that are not finite.
-        value: value `(b, k, s, v)`, likewise.
-        query_nan: NaN where a query is not finite, else 0, `(b, k, t, g, 1)`.
-        key_nan: NaN where a key or its value is not finite, else 0, `(b, k, 1, 1, s)`.
-        rows: indices of the queries, `(t,)`.
-        cols: indices of the keys, `(s,)`.
-    """
-
-    call: Call
-    query: Array
-    key: Float[Array, "b k s h"]
-    value: Float[Array, "b k s v"]
-    query_nan: Float[Array, "b k t g 1"]
-    key_nan: Float[Array, "b k 1 1 s"]
-    rows: Index
-    cols: Index
-
-
-def prepared(call: Call) -> Prepared:
-    """Return the arrays of a call as tiles read them."""
-    dtype = accumulation_dtype(call.query.dtype)
-    query_nan = jnp.where(finite_tokens(call.query), 0, jnp.nan).astype(dtype)
-    key_ok = finite_tokens(call.key) & finite_tokens(call.value)
-    key_nan = jnp.where(key_ok, 0, jnp.nan).astype(dtype)
-    _, _, t, s = call.shape
-    # XLA would write to memory what it computes of indices that it knows.
-    indices = jnp.arange(t, dtype=jnp.int32), jnp.arange(s, dtype=jnp.int32)
-    rows, cols = lax.optimization_barrier(indices)
-    return Prepared(
-        call=call,
-        query=call.query,
-        key=rearrange(zero_nonfinite(call.key), "b s k h -> b k s h"),
-        value=rearrange(zero_nonfinite(call.value), "b s k v -> b k s v"),
-        query_nan=rearrange(query_nan, "b t (k g) -> b k t g 1", k=call.key.shape[2]),
-        key_nan=rearrange(key_nan, "b s k -> b k 1 1 s"),
-        rows=rows,
-        cols=cols,
-    )
 
 
 class Rows(NamedTuple):
@@ -85,12 +38,14 @@ class Rows(NamedTuple):
         delta: sum of the output times its gradient, `(b, k, t, g, 1)`.
         top: maximum of the softmax over all keys, likewise; None where a tile has all of them.
         share: one over its sum, or None.
+        again: query and gradient of the output, for the sums over queries.
     """
 
     cotangent: Array
     delta: Array
     top: Array | None = None
     share: Array | None = None
+    again: tuple[Array, Array] | None = None
 
 
 class TileSoftmax(NamedTuple):
@@ -105,6 +60,21 @@ class TileSoftmax(NamedTuple):
     weights: GroupedScores
     top: Array
     total: Array
+
+
+class Place(NamedTuple):
+    """Tile `i` of a span of a part."""
+
+    part: Index | int
+    span: Span
+    i: Index | int
+
+    def first(self, call: Call, division: Division) -> tuple[Index | int, ...]:
+        """Return the index of its first row of the batch, query head, query and key."""
+        group = call.query.shape[2] // call.key.shape[2]
+        b = self.part // division.head_parts * division.batch
+        k = self.part % division.head_parts * division.heads
+        return b, k * group, self.span.row + self.i * self.span.rows, self.span.col
 
 
 @dataclass(frozen=True)
@@ -122,34 +92,13 @@ class WideTile:
     group: int
 
     @staticmethod
-    def of(
-        arrays: Prepared, division: Division, part: Index | int, span: Span, i: Index | int
-    ) -> WideTile:
-        """Return tile `i` of a span of a part."""
-        call = arrays.call
-        group = call.query.shape[2] // call.key.shape[2]
-        b = part // division.head_parts * division.batch
-        k = part % division.head_parts * division.heads
-        row = span.row + i * span.rows
-        heads = division.batch, division.heads
-
-        def keys(x: Array) -> Array:
-            return take(x, (b, k, span.col, 0), (*heads, span.cols, x.shape[3]))
-
-        width = arrays.query.shape[3]
-        shape = division.batch, span.rows, division.heads * group, width
-        query = take(arrays.query, (b, row, k * group, 0), shape)
-        own = Prepared(
-            call=call,
-            query=rearrange(query, "b t (k g) h -> b t k g h", g=group),
-            key=keys(arrays.key),
-            value=keys(arrays.value),
-            query_nan=take(arrays.query_nan, (b, k, row, 0, 0), (*heads, span.rows, group, 1)),
-            key_nan=take(arrays.key_nan, (b, k, 0, 0, span.col), (*heads, 1, 1, span.cols)),
-            rows=take(arrays.rows, (row,), (span.rows,)),
-            cols=take(arrays.cols, (span.col,), (span.cols,)),
-        )
-        return WideTile(own, (b, k * group, row, span.col), group)
+    def of(arrays: Prepared, division: Division, place: Place) -> WideTile:
+        """Return the tile at a place."""
+        first = place.first(arrays.call, division)
+        group = arrays.call.query.shape[2] // arrays.call.key.shape[2]
+        span = place.span
+        sizes = division.batch, division.heads * group, span.rows, span.cols
+        return WideTile(part_of(arrays, first, sizes, group), first, group)
 
     @property
     def call(self) -> Call:
@@ -162,32 +111,38 @@ class WideTile:
         b, t, k, g, _ = self.arrays.query.shape
         return b, k * g, t, self.arrays.key.shape[2]
 
-    def clean_query(self) -> Float[Array, "b t k g h"]:
-        """Return the queries with zeros for those that are not finite."""
+    def clean(self, query: Float[Array, "b t k g h"]) -> Float[Array, "b t k g h"]:
+        """Return queries with zeros for those that are not finite."""
         finite = rearrange(self.arrays.query_nan == 0, "b k t g 1 -> b t k g 1")
-        return jnp.where(finite, self.arrays.query, 0)
+        return jnp.where(finite, query, 0)
 
     def rows(self, all_rows: Rows) -> Rows:
         """Return the rows of its queries."""
+        cotangent, *columns, again = all_rows
+        delta, top, share = jax.tree.map(self._own_rows, columns)
+        again = jax.tree.map(self._own_queries, again)
+        return Rows(self._own_queries(cotangent), delta, top, share, again)
+
+    def _own_queries(self, x: Float[Array, "b t n w"]) -> Float[Array, "b t k g w"]:
+        b, n, t, _ = self.shape
+        own = take(x, self.query_start, (b, t, n, x.shape[3]))
+        return rearrange(own, "b t (k g) w -> b t k g w", g=self.group)
+
+    def _own_rows(self, x: Float[Array, "b k t g 1"]) -> Float[Array, "b k t g 1"]:
         b, n, row, _ = self.first
         rows, heads, t, _ = self.shape
-        shape = rows, t, heads, all_rows.cotangent.shape[3]
-        cotangent = take(all_rows.cotangent, self.query_start, shape)
-
-        def own(x: Array | None) -> Array | None:
-            at = b, n // self.group, row, 0, 0
-            return None if x is None else take(x, at, (rows, heads // self.group, t, self.group, 1))
-
-        return Rows(
-            cotangent=rearrange(cotangent, "b t (k g) v -> b t k g v", g=self.group),
-            delta=jnp.asarray(own(all_rows.delta)),
-            top=own(all_rows.top),
-            share=own(all_rows.share),
-        )
+        shape = rows, heads // self.group, t, self.group, 1
+        return take(x, (b, n // self.group, row, 0, 0), shape)
 
     def take_keys(self, x: Array) -> Array:
         """Return the keys of an array `(b, k, s, _)`."""
         return take(x, self.key_start, (*self.arrays.key.shape[:3], x.shape[3]))
+
+    def put_keys(self, sums: Floats, own: Floats) -> Floats:
+        """Return sums with those of its keys in their place."""
+        key = put(sums.key, own.key, self.key_start)
+        value = put(sums.value, own.value, self.key_start)
+        return own._replace(key=key, value=value)
 
     def scores(self) -> TileScores:
         """Return the scores, NaN where a number that is seen is not finite."""
@@ -205,16 +160,12 @@ class WideTile:
 
     def softmax(self, masked: GroupedScores) -> TileSoftmax:
         """Return the softmax of its scores, which are over all keys of its queries."""
-        # Of a row that sees nothing it is a number that can be subtracted from itself.
-        lowest = jnp.finfo(masked.dtype).min.astype(masked.dtype)
-        top = lax.reduce(masked, lowest, lax.max, (4,))[..., None]
-        sinks = self.sinks()
+        top, sinks = _maximum(masked), self.sinks()
         top = top if sinks is None else jnp.maximum(top, sinks)
         exps = jnp.exp(masked - top)
         total = exps.sum(axis=-1, keepdims=True)
         total = total if sinks is None else total + jnp.exp(sinks - top)
-        weights = exps / jnp.where(total == 0, 1, total)
-        return TileSoftmax(weights, top, total)
+        return TileSoftmax(exps / jnp.where(total == 0, 1, total), top, total)
 
     def sinks(self) -> Array | None:
         """Return the sinks `(1, k, 1, g, 1)` in the dtype of the scores, or None."""
@@ -230,10 +181,8 @@ class WideTile:
         if dropout is None:
             return None
         rows, heads, _, _ = self.shape
-        b, n = (
-            first + jnp.arange(size, dtype=jnp.int32)
-            for first, size in zip(self.first[:2], (rows, heads), strict=True)
-        )
+        b = self.first[0] + jnp.arange(rows, dtype=jnp.int32)
+        n = self.first[1] + jnp.arange(heads, dtype=jnp.int32)
         keep = keep_mask(
             dropout,
             rearrange(b, "b -> b 1 1 1 1"),
@@ -253,14 +202,17 @@ class WideTile:
         """Return the products of each query with each key."""
         return self._product("b t k g w, b k s w -> b k t g s", queries, keys)
 
-    def of_keys(self, weights: GroupedScores, keys: Array) -> Float[Array, "b t n w"]:
+    def of_keys(self, weights: GroupedScores, keys: Array) -> Float[Array, "b k t g w"]:
         """Return the sums over the keys."""
-        found = self._product("b k t g s, b k s w -> b t k g w", weights, keys)
-        return rearrange(found, "b t k g w -> b t (k g) w")
+        return self._product("b k t g s, b k s w -> b k t g w", weights, keys)
 
     def of_queries(self, weights: GroupedScores, queries: Array) -> Float[Array, "b k s w"]:
         """Return the sums over the queries of the heads that share a key/value head."""
         return self._product("b k t g s, b t k g w -> b k s w", weights, queries)
+
+    def tokens_first(self, x: Float[Array, "b k t g w"]) -> Float[Array, "b t n w"]:
+        """Return numbers of its queries as a call has them."""
+        return rearrange(x, "b k t g w -> b t (k g) w")
 
     def ungrouped(self, x: GroupedScores) -> Float[Array, "b n t s"]:
         """Return scores as a call has them."""
@@ -303,18 +255,19 @@ class WideTile:
         assert score is not None
         b, n, row, col = self.first
         rows, heads, t, s = self.shape
-
-        def positions(x: Array, first: Index | int, size: int) -> Array:
-            shared = len(x) == 1
-            return take(x, (0 if shared else b, first), (1 if shared else rows, size))
-
         return replace(
             score,
             b=take(score.b, (b,), (rows,)),
             n=take(score.n, (n,), (heads,)),
-            rows=positions(score.rows, row, t),
-            cols=positions(score.cols, col, s),
+            rows=self._positions(score.rows, row, t),
+            cols=self._positions(score.cols, col, s),
         )
+
+    def _positions(self, x: Array, first: Index | int, size: int) -> Array:
+        # Those of one row of the batch serve all.
+        if len(x) == 1:
+            return take(x, (0, first), (1, size))
+        return take(x, (self.first[0], first), (self.shape[0], size))
 
     def _product(self, axes: str, a: Array, b: Array) -> Array:
         # On tensor cores lower dtypes are multiplied as they are.
@@ -326,3 +279,9 @@ class WideTile:
         # An array `(#b, #n, #t, #s)`, whose axis of heads may serve all.
         group = 1 if x.shape[1] == 1 else self.group
         return rearrange(x, "b (k g) t s -> b k t g s", g=group)
+
+
+def _maximum(masked: GroupedScores) -> Float[Array, "b k t g 1"]:
+    # Of a row that sees nothing it is a number that can be subtracted from itself.
+    lowest = jnp.finfo(masked.dtype).min.astype(masked.dtype)
+    return lax.reduce(masked, lowest, lax.max, (4,))[..., None]

@@ -60,6 +60,7 @@ class Fused(Backend):
     dtypes = ("float32", "bfloat16", "float16")
     honours = ("bias", "soft_cap", "sinks", "dropout", "precision", "score", ARRAY_SCALE)
     in_parts = True
+    any_sinks = True
     nonfinite = "in its kernel"
     source = "flax_attn, in Pallas"
     structure = "causal, windows, lengths, prefix, segments, functions: hidden tiles are skipped"
@@ -99,13 +100,9 @@ class Fused(Backend):
 
         `16 b n t`, and `b (n t + k s) (h + v) itemsize` on TPU.
         """
-        b, n, t, s = call.shape
-        k, v = call.value.shape[2:]
+        b, n, t, _ = call.shape
         rows = 16 * b * n * t
-        if call.platform != "tpu":
-            return rows
-        tokens = b * (n * t + k * s) * (call.query.shape[3] + v)
-        return rows + call.query.dtype.itemsize * tokens
+        return rows if call.platform != "tpu" else rows + _heads_first_bytes(call)
 
     def work(self, call: Call) -> KernelWork:
         """Return the work of a kernel, of what finds its tiles, and of copies that it reads.
@@ -113,14 +110,13 @@ class Fused(Backend):
         A program takes whole tiles of queries.
         """
         on_tpu = call.platform == "tpu"
-        copied = 2 * self.memory(call) if on_tpu else 0
-        found = fused(call, rates.pallas(call), launches=10 if on_tpu else 4, apart=copied)
-        _, n, t, _ = call.shape
-        tile = tilings(call)[0].t
-        # A tile of few queries holds all heads that share their keys.
-        group = n // call.key.shape[2]
-        rows = max(t * group if t * group <= tile else t, 1)
-        computed = bounds.tiles(rows, tile) * tile
+        found = fused(
+            call,
+            rates.pallas(call),
+            launches=10 if on_tpu else 4,
+            apart=2 * self.memory(call) if on_tpu else 0,
+        )
+        rows, computed = _rows_computed(call)
         return replace(found, flops=found.flops * computed // rows)
 
     def plan(self, call: Call) -> Plan:
@@ -151,6 +147,23 @@ def interpreted(t: int = 16, s: int = 16, part: int = 32) -> Iterator[None]:
         yield
     finally:
         _INTERPRETED.reset(token)
+
+
+def _heads_first_bytes(call: Call) -> int:
+    b, n, t, s = call.shape
+    tokens = b * (n * t + call.key.shape[2] * s)
+    width = call.query.shape[3] + call.value.shape[3]
+    return call.query.dtype.itemsize * tokens * width
+
+
+def _rows_computed(call: Call) -> tuple[int, int]:
+    # How many queries a head has, and how many whole tiles of them have.
+    _, n, t, _ = call.shape
+    tile = tilings(call)[0].t
+    # A tile of few queries holds all heads that share their keys.
+    together = t * (n // call.key.shape[2])
+    rows = max(together if together <= tile else t, 1)
+    return rows, bounds.tiles(rows, tile) * tile
 
 
 def _refuse_sizes(call: Call) -> str | None:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from einops import rearrange
-from jaxtyping import Array
+from jaxtyping import Array, Float
 
 from flax_attn.backends.call import Call, Floats
 from flax_attn.backends.fused.gradients import (
@@ -23,7 +23,9 @@ from flax_attn.backends.fused.gradients import (
 from flax_attn.backends.fused.kernel import Kernel, Tiling
 from flax_attn.backends.fused.operands import score_arrays
 from flax_attn.backends.fused.passes import Pass, forward_kernel, merge_kernel, part_kernel
+from flax_attn.backends.fused.scores import is_sink
 from flax_attn.backends.softmax import Softmax
+from flax_attn.functional.traced_score import TracedScore
 
 
 class Plan(NamedTuple):
@@ -76,32 +78,43 @@ def _forward_in_parts(plan: Plan, one: Pass, dtype: jnp.dtype) -> Softmax:
     parts = _run(plan, part_kernel(one))
     found = _run(plan, merge_kernel(one, parts, dtype))
     output = one.form.arrange(found["output"])
-    heads = {"g": one.group}
-    top, total = (
-        rearrange(found[name], "b k (g t) 1 -> b (k g) t 1", **heads) for name in ("top", "total")
-    )
-    return Softmax(rearrange(output, "b (g t) k v -> b t (k g) v", **heads), top, total)
+    output = rearrange(output, "b (g t) k v -> b t (k g) v", g=one.group)
+    return Softmax(output, _unpacked(found["top"], one.group), _unpacked(found["total"], one.group))
+
+
+def _unpacked(x: Float[Array, "b k gt 1"], group: int) -> Float[Array, "b n t 1"]:
+    return rearrange(x, "b k (g t) 1 -> b (k g) t 1", g=group)
 
 
 def backward(plan: Plan, call: Call, saved: Softmax, cotangent: Array) -> Floats:
     """Return the gradients of a call."""
-    products = saved.output.astype(jnp.float32) * cotangent.astype(jnp.float32)
-    delta = rearrange(products.sum(axis=-1, keepdims=True), "b t n 1 -> b n t 1")
     form = _form(plan)
+    delta = _delta(saved.output, cotangent)
     one = BackwardPass(call, plan.backward, form, saved, delta, cotangent)
     of_queries = _run(plan, query_kernel(one))
     of_keys = _run(plan, key_kernel(one))
-    d_bias = None if call.bias is None else _added(plan, one, "bias", call.bias)
-    scale = of_queries["scale"].sum() if "scale" in of_queries else None
     return Floats(
         query=form.arrange(of_queries["query"]),
         key=form.arrange(of_keys["key"]),
         value=form.arrange(of_keys["value"]),
-        bias=d_bias,
-        sinks=saved.sinks_gradient(call.sinks, cotangent),
-        scale=scale,
+        bias=None if call.bias is None else _added(plan, one, "bias", call.bias),
+        sinks=_sinks_gradient(call.sinks, saved, cotangent),
+        scale=of_queries["scale"].sum() if "scale" in of_queries else None,
         captured=_captured(plan, one),
     )
+
+
+def _sinks_gradient(sinks: Array | None, saved: Softmax, cotangent: Array) -> Array | None:
+    if sinks is None:
+        return None
+    good = is_sink(sinks)
+    gradient = saved.sinks_gradient(jnp.where(good, sinks, 0), cotangent)
+    return jnp.where(good, jnp.asarray(gradient), 0)
+
+
+def _delta(output: Array, cotangent: Array) -> Float[Array, "b n t 1"]:
+    products = output.astype(jnp.float32) * cotangent.astype(jnp.float32)
+    return rearrange(products.sum(axis=-1, keepdims=True), "b t n 1 -> b n t 1")
 
 
 def _added(plan: Plan, one: BackwardPass, name: str, like: Array) -> Array:
@@ -113,20 +126,19 @@ def _added(plan: Plan, one: BackwardPass, name: str, like: Array) -> Array:
 
 def _captured(plan: Plan, one: BackwardPass) -> tuple[Array, ...]:
     # The gradients of captured arrays, from those of the numbers that follow from them.
-    call = one.call
-    if call.score is None or not call.score.floats:
+    score = one.call.score
+    if score is None or not score.floats:
         return ()
-    score = call.score
-
-    def learned(floats: tuple[Array, ...]) -> dict[str, Array]:
-        arrays = score_arrays(replace(call, score=score.with_floats(floats)))
-        named = {f"score {at}": x for at, x in enumerate(arrays)}
-        return {name: x for name, x in named.items() if jnp.issubdtype(x.dtype, jnp.inexact)}
-
-    arrays, pullback = jax.vjp(learned, score.floats)
+    arrays, pullback = jax.vjp(partial(_learned, one.call, score), score.floats)
     found = {name: _added(plan, one, name, x).astype(x.dtype) for name, x in arrays.items()}
-    (gradients,) = pullback(found)
-    return gradients
+    return pullback(found)[0]
+
+
+def _learned(call: Call, score: TracedScore, floats: tuple[Array, ...]) -> dict[str, Array]:
+    # The numbers that have gradients, by their names as operands.
+    arrays = score_arrays(replace(call, score=score.with_floats(floats)))
+    named = {f"score {at}": x for at, x in enumerate(arrays)}
+    return {name: x for name, x in named.items() if jnp.issubdtype(x.dtype, jnp.inexact)}
 
 
 def _form(plan: Plan) -> ModuleType:

@@ -7,9 +7,10 @@ or `(b, n, 1, s)`. What needs both is arithmetic of such numbers, which a kernel
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import chain
 from typing import Any
 
 import jax
@@ -50,13 +51,11 @@ class Halves:
     @cached_property
     def _depends(self) -> dict[Any, frozenset[str]]:
         # On which arguments each number of the function depends.
-        jaxpr = self._jaxpr
-        names = ("score",) * self.first + tuple(_INDICES)
-        found = {x: frozenset((name,)) for x, name in zip(jaxpr.invars, names, strict=True)}
-        for eqn in jaxpr.eqns:
-            taken = (found.get(x, frozenset()) for x in eqn.invars if not isinstance(x, Literal))
-            depends = frozenset().union(*taken)
-            found |= dict.fromkeys(eqn.outvars, depends)
+        names = [("score",)] * self.first + [(name,) for name in _INDICES]
+        found = dict(zip(self._jaxpr.invars, map(frozenset, names), strict=True))
+        for eqn in self._jaxpr.eqns:
+            taken = [found.get(x, frozenset()) for x in _variables(eqn.invars)]
+            found |= dict.fromkeys(eqn.outvars, frozenset().union(*taken))
         return found
 
     def _is_outside(self, x: Any) -> bool:
@@ -70,8 +69,8 @@ class Halves:
     @cached_property
     def between(self) -> list[Any]:
         """The numbers that the first half hands to the second."""
-        taken = [x for eqn in self._inside for x in eqn.invars] + list(self._jaxpr.outvars)
-        outside = [x for x in taken if not isinstance(x, Literal) and self._is_outside(x)]
+        taken = [*chain(*(eqn.invars for eqn in self._inside)), *self._jaxpr.outvars]
+        outside = [x for x in _variables(taken) if self._is_outside(x)]
         return list(dict.fromkeys(outside))
 
     @property
@@ -90,43 +89,41 @@ class Halves:
 
     def _array(self, x: Any, b: Array, n: Array, i: Array, j: Array) -> Array:
         depends = self._depends.get(x, frozenset())
+        # An index that it does not depend on is taken once.
         i = i if "i" in depends else i[:1, :1]
         j = j if "j" in depends else j[:1, :1]
         b = b if "b" in depends or max(len(i), len(j)) > 1 else b[:1]
         n = n if "n" in depends else n[:1]
+        return _over_indices(self._outside_function(x), b, n, i, j)
+
+    def _outside_function(self, x: Any) -> Callable[..., Array]:
+        # The function of the indices to one number of the first half, which depends on no score.
         own = _needed(self._jaxpr.eqns, x)
         part = self._jaxpr.replace(eqns=own, outvars=[x])
-        # No number of the first half depends on the scores.
         scores = (jnp.float32(0),) * self.first
-
-        def one(*indices: Array) -> Array:
-            return _run(part, self.function.arrays, *scores, *indices)
-
-        over_keys = jax.vmap(one, (None, None, None, 0))
-        over_queries = jax.vmap(over_keys, (None, None, 0, None))
-        over_heads = jax.vmap(over_queries, (None, 0, None, None))
-        i_axis, j_axis = (None if len(x) == 1 else 0 for x in (i, j))
-        over_rows = jax.vmap(over_heads, (0, None, i_axis, j_axis))
-        i, j = (x[0] if len(x) == 1 else x for x in (i, j))
-        return over_rows(b, n, i, j)
+        return partial(_run, part, self.function.arrays, *scores)
 
     def apply(self, scores: Sequence[Array], between: Sequence[Array]) -> Array:
         """Return the results of a tile `(t, s)`, given scores and the tiles of the first half."""
+        arrays = *scores, *between
+        shape = jnp.broadcast_shapes(*(x.shape for x in arrays))
+        dtypes = [x.dtype for x in scores] + [x.aval.dtype for x in self.between]
+        typed = map(_as, arrays, dtypes)
+        tiles = [jnp.broadcast_to(x, shape) for x in typed]
+        return jax.vmap(jax.vmap(self._inside_function()))(*tiles)
+
+    def _inside_function(self) -> Callable[..., Array]:
         # What is between stands in the place of the captured arrays, unless it is an index itself.
         indices = self._jaxpr.invars[self.first :]
         constants = [x for x in self.between if x not in indices]
         part = self._jaxpr.replace(constvars=constants, eqns=self._inside)
+        return partial(self._run_inside, part, indices)
 
-        def one(*numbers: Array) -> Array:
-            found = dict(zip(self.between, numbers[self.first :], strict=True))
-            given = (found[x] if x in found else jnp.int32(0) for x in indices)
-            return _run(part, [found[x] for x in constants], *numbers[: self.first], *given)
-
-        shape = jnp.broadcast_shapes(*(x.shape for x in (*scores, *between)))
-        dtypes = [x.dtype for x in scores] + [x.aval.dtype for x in self.between]
-        pairs = zip((*scores, *between), dtypes, strict=True)
-        tiles = [jnp.broadcast_to(_as(x, dtype), shape) for x, dtype in pairs]
-        return jax.vmap(jax.vmap(one))(*tiles)
+    def _run_inside(self, part: Any, indices: Sequence[Any], *numbers: Array) -> Array:
+        scores, between = numbers[: self.first], numbers[self.first :]
+        found = dict(zip(self.between, between, strict=True))
+        given = [found[x] if x in found else jnp.int32(0) for x in indices]
+        return _run(part, [found[x] for x in part.constvars], *scores, *given)
 
 
 def in_memory(x: Array) -> Array:
@@ -135,6 +132,19 @@ def in_memory(x: Array) -> Array:
         return x
     is_float = jnp.issubdtype(x.dtype, jnp.floating)
     return x.astype(jnp.float32 if is_float else jnp.int32)
+
+
+def _over_indices(function: Callable[..., Array], b: Array, n: Array, i: Array, j: Array) -> Array:
+    over_keys = jax.vmap(function, (None, None, None, 0))
+    over_queries = jax.vmap(over_keys, (None, None, 0, None))
+    over_heads = jax.vmap(over_queries, (None, 0, None, None))
+    (i, i_axis), (j, j_axis) = _rows(i), _rows(j)
+    return jax.vmap(over_heads, (0, None, i_axis, j_axis))(b, n, i, j)
+
+
+def _rows(index: Array) -> tuple[Array, int | None]:
+    # An index of one row of the batch serves all.
+    return (index[0], None) if len(index) == 1 else (index, 0)
 
 
 def _as(x: Array, dtype: Any) -> Array:
@@ -146,19 +156,31 @@ def _refused(eqns: Sequence[Any]) -> Iterator[str]:
     for eqn in eqns:
         name = eqn.primitive.name
         if name in _CALLS:
-            called = eqn.params[_CALLS[name]]
-            yield from _refused(getattr(called, "jaxpr", called).eqns)
-        elif name not in _ARITHMETIC or any(x.aval.shape for x in (*eqn.invars, *eqn.outvars)):
+            yield from _refused(_called(eqn))
+        elif name not in _ARITHMETIC or _has_arrays(eqn):
             yield name
+
+
+def _called(eqn: Any) -> Sequence[Any]:
+    called = eqn.params[_CALLS[eqn.primitive.name]]
+    return getattr(called, "jaxpr", called).eqns
+
+
+def _has_arrays(eqn: Any) -> bool:
+    return any(x.aval.shape for x in (*eqn.invars, *eqn.outvars))
 
 
 def _needed(eqns: Sequence[Any], x: Any) -> list[Any]:
     needed, found = {x}, []
     for eqn in reversed(eqns):
         if needed.intersection(eqn.outvars):
-            needed.update(y for y in eqn.invars if not isinstance(y, Literal))
+            needed.update(_variables(eqn.invars))
             found.append(eqn)
     return found[::-1]
+
+
+def _variables(values: Sequence[Any]) -> list[Any]:
+    return [x for x in values if not isinstance(x, Literal)]
 
 
 def _run(jaxpr: Any, constants: Sequence[Array], *arguments: Array) -> Array:

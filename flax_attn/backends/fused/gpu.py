@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
-from typing import Any
+from functools import partial, reduce
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Array
 
-from flax_attn.backends.fused.kernel import Coordinates, Kernel, Operand, Tiling
+from flax_attn.backends.fused.kernel import Coordinates, Kernel, Operand, Read, Tiling
 
 # The axes of an array `(b, t, n, h)`, which is read as it is.
 QUERY_AXES = ("b", "t", "n", "h")
@@ -27,73 +27,121 @@ def arrange(x: Array) -> Array:
 
 def run(kernel: Kernel, interpret: bool) -> dict[str, Array]:
     """Return the outputs of a kernel."""
-    arrays = [operand.array for operand in kernel.inputs.values()]
-    if kernel.bounds is not None:
-        arrays.append(kernel.bounds)
+    arrays = _arrays(kernel)
     # Blocks are whole arrays, of which a program takes tiles.
-    options = triton.CompilerParams(num_warps=kernel.tiling.warps, num_stages=kernel.tiling.stages)
+    whole = pl.BlockSpec(memory_space=pl.ANY)
     found = pl.pallas_call(
         partial(_program, kernel),
         grid=tuple(kernel.grid.values()),
-        in_specs=[pl.BlockSpec(memory_space=pl.ANY)] * len(arrays),
-        out_specs=[pl.BlockSpec(memory_space=pl.ANY)] * len(kernel.outputs),
+        in_specs=[whole] * len(arrays),
+        out_specs=[whole] * len(kernel.outputs),
         out_shape=kernel.out_shape,
-        compiler_params=options,
+        compiler_params=triton.CompilerParams(
+            num_warps=kernel.tiling.warps,
+            num_stages=kernel.tiling.stages,
+        ),
         interpret=interpret,
         name=kernel.name,
     )(*arrays)
     return dict(zip(kernel.outputs, found, strict=True))
 
 
+def _arrays(kernel: Kernel) -> list[Array]:
+    arrays = [operand.array for operand in kernel.inputs.values()]
+    return arrays if kernel.bounds is None else [*arrays, kernel.bounds]
+
+
 def _program(kernel: Kernel, *refs: Any) -> None:
-    inputs = dict(zip(kernel.inputs, refs, strict=False))
-    results = dict(zip(kernel.outputs, refs[-len(kernel.outputs) :], strict=True))
     at = {name: pl.program_id(axis) for axis, name in enumerate(kernel.grid)}
-    bounds = None if kernel.bounds is None else refs[len(inputs)]
-
-    def read(name: str, coordinates: Coordinates) -> Array:
-        return _load(inputs[name], kernel.inputs[name], coordinates, kernel.tiling)
-
     known = kernel.coordinates(at)
-    fixed = kernel.fixed(lambda name: read(name, known), known)
+    tiles = _Program.of(kernel, refs).outputs(at, known)
+    results = refs[-len(kernel.outputs) :]
+    for (name, operand), ref in zip(kernel.outputs.items(), results, strict=True):
+        _store(ref, operand, known, kernel.tiling, tiles[name])
 
-    def over(loops: Mapping[str, int], at: Coordinates, carry: Any) -> Any:
-        if not loops:
-            known = kernel.coordinates(at)
-            return kernel.step(lambda name: read(name, known), known, fixed, carry)
-        (name, size), *rest = loops.items()
-        if rest:
-            first, stop = jnp.int32(0), jnp.int32(size)
-        else:
-            first, stop = _limits(kernel, bounds, at, size)
-        return lax.fori_loop(
-            first, stop, lambda i, carry: over(dict(rest), {**at, name: i}, carry), carry
-        )
 
-    def part(p: Any, done: Any) -> Any:
-        assert kernel.merge is not None
-        return kernel.merge(done, over(kernel.loops, {**at, "p": p}, kernel.begin()))
+class _Program(NamedTuple):
+    # One program: a kernel, what it reads, and the bounds of its innermost loop.
+    kernel: Kernel
+    inputs: Mapping[str, Any]
+    bounds: Any
 
-    if kernel.merges:
-        first, stop = _limits(kernel, bounds, at, kernel.loops["s"])
+    @staticmethod
+    def of(kernel: Kernel, refs: tuple) -> _Program:
+        """Return a kernel with what it reads."""
+        inputs = dict(zip(kernel.inputs, refs, strict=False))
+        bounds = None if kernel.bounds is None else refs[len(inputs)]
+        return _Program(kernel, inputs, bounds)
+
+    def reader(self, known: Coordinates) -> Read:
+        """Return the function that reads an input by name."""
+
+        def read(name: str) -> Array:
+            operand = self.kernel.inputs[name]
+            return _load(self.inputs[name], operand, known, self.kernel.tiling)
+
+        return read
+
+    def outputs(self, at: Coordinates, known: Coordinates) -> dict[str, Array]:
+        """Return the tiles of the outputs."""
+        read = self.reader(known)
+        fixed = self.kernel.fixed(read, known)
+        return self.kernel.finish(read, known, fixed, self.over_all(fixed, at))
+
+    def over_all(self, fixed: Any, at: Coordinates) -> Any:
+        """Return the carry after all tiles."""
+        kernel = self.kernel
+        if not kernel.merges:
+            return self.over(fixed, kernel.loops, at, kernel.begin())
+        first, stop = self.limits(at, kernel.loops["s"])
         first, stop = first // kernel.tiles_of_part, pl.cdiv(stop, kernel.tiles_of_part)
-        carry = lax.fori_loop(first, stop, part, kernel.begin())
-    else:
-        carry = over(kernel.loops, at, kernel.begin())
-    for name, tile in kernel.finish(lambda name: read(name, known), known, fixed, carry).items():
-        _store(results[name], kernel.outputs[name], known, kernel.tiling, tile)
+        return lax.fori_loop(first, stop, partial(self.part, fixed, at), kernel.begin())
+
+    def part(self, fixed: Any, at: Coordinates, p: Any, done: Any) -> Any:
+        """Return the carry after one part of the keys more."""
+        kernel = self.kernel
+        assert kernel.merge is not None
+        own = self.over(fixed, kernel.loops, {**at, "p": p}, kernel.begin())
+        return kernel.merge(done, own)
+
+    def over(self, fixed: Any, loops: Mapping[str, int], at: Coordinates, carry: Any) -> Any:
+        """Return the carry after the tiles of some loops."""
+        if not loops:
+            return self.step(fixed, at, carry)
+        (name, size), *rest = loops.items()
+        limits = (jnp.int32(0), jnp.int32(size)) if rest else self.limits(at, size)
+        turn = partial(self.turn, fixed, name, dict(rest), at)
+        return lax.fori_loop(*limits, turn, carry)
+
+    def turn(
+        self, fixed: Any, name: str, rest: Mapping[str, int], at: Coordinates, i: Any, carry: Any
+    ) -> Any:
+        """Return the carry after a turn of one loop."""
+        return self.over(fixed, rest, {**at, name: i}, carry)
+
+    def step(self, fixed: Any, at: Coordinates, carry: Any) -> Any:
+        """Return the carry after one tile."""
+        known = self.kernel.coordinates(at)
+        return self.kernel.step(self.reader(known), known, fixed, carry)
+
+    def limits(self, at: Coordinates, size: int) -> tuple[Array, Array]:
+        """Return the first tile of the innermost loop and the one after the last.
+
+        Of a part, where one is known.
+        """
+        kernel = self.kernel
+        first, stop = _ends(kernel, self.bounds, at, size)
+        if "p" not in at or "p" in kernel.loops:
+            return first, stop
+        start = at["p"] * kernel.tiles_of_part
+        return jnp.maximum(first, start), jnp.minimum(stop, start + kernel.tiles_of_part)
 
 
-def _limits(kernel: Kernel, bounds: Any, at: Coordinates, size: int) -> tuple[Array, Array]:
-    # The first tile of the innermost loop and the one after the last, of a part where one is known.
-    first, stop = jnp.int32(0), jnp.int32(size)
-    if bounds is not None:
-        own = at["b"], at[kernel.outer]
-        first, stop = bounds[(*own, 0)], bounds[(*own, 1)]
-    if "p" not in at or "p" in kernel.loops:
-        return first, stop
-    start = at["p"] * kernel.tiles_of_part
-    return jnp.maximum(first, start), jnp.minimum(stop, start + kernel.tiles_of_part)
+def _ends(kernel: Kernel, bounds: Any, at: Coordinates, size: int) -> tuple[Array, Array]:
+    if bounds is None:
+        return jnp.int32(0), jnp.int32(size)
+    own = at["b"], at[kernel.outer]
+    return bounds[(*own, 0)], bounds[(*own, 1)]
 
 
 def width_of(size: int) -> int:
@@ -107,27 +155,47 @@ def _block(operand: Operand, tiling: Tiling) -> list[int | None]:
     return [width_of(size) if axis == "h" and size else size for axis, size in axes]
 
 
-def _window(operand: Operand, at: Coordinates, tiling: Tiling) -> tuple[tuple, Array | None]:
+class _Window(NamedTuple):
     # Where a tile lies in its array, and which of it lies inside.
-    places = zip(operand.place(at), _block(operand, tiling), strict=True)
-    index, starts, sizes, limits = [], [], [], []
-    for axis, (place, size) in enumerate(places):
-        if size is None:
-            index.append(place)
-            continue
-        start = place * size
-        index.append(pl.ds(start, size))
-        starts.append(start)
-        sizes.append(size)
-        limits.append(operand.array.shape[axis])
-    inside = None
-    for axis, (start, size, limit) in enumerate(zip(starts, sizes, limits, strict=True)):
-        if limit % size == 0:
-            continue
-        shape = (size, 1) if axis == 0 else (1, size)
-        found = start + lax.broadcasted_iota(jnp.int32, shape, axis) < limit
-        inside = found if inside is None else inside & found
-    return tuple(index), None if inside is None else jnp.broadcast_to(inside, tuple(sizes))
+    index: tuple
+    inside: Array | None
+
+
+def _window(operand: Operand, at: Coordinates, tiling: Tiling) -> _Window:
+    places = zip(operand.place(at), _block(operand, tiling), operand.array.shape, strict=True)
+    spans = [_Span.of(*each) for each in places]
+    taken = [span for span in spans if span.size is not None]
+    return _Window(tuple(span.index for span in spans), _inside(taken))
+
+
+class _Span(NamedTuple):
+    # Where a tile lies along an axis; the axis goes where there is no size.
+    start: Any
+    size: Any
+    limit: int
+
+    @staticmethod
+    def of(place: Any, size: int | None, limit: int) -> _Span:
+        return _Span(place if size is None else place * size, size, limit)
+
+    @property
+    def index(self) -> Any:
+        return self.start if self.size is None else pl.ds(self.start, self.size)
+
+
+def _inside(spans: list[_Span]) -> Array | None:
+    ragged = [axis for axis, span in enumerate(spans) if span.limit % span.size]
+    if not ragged:
+        return None
+    conditions = [_is_inside(spans[axis], axis) for axis in ragged]
+    shape = tuple(span.size for span in spans)
+    return jnp.broadcast_to(reduce(jnp.bitwise_and, conditions), shape)
+
+
+def _is_inside(span: _Span, axis: int) -> Array:
+    shape = (span.size, 1) if axis == 0 else (1, span.size)
+    index = lax.broadcasted_iota(jnp.int32, shape, axis)
+    return span.start + index < span.limit
 
 
 def _load(ref: Any, operand: Operand, at: Coordinates, tiling: Tiling) -> Array:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from numbers import Real
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,109 +36,132 @@ class BackwardPass(Pass):
     @property
     def inputs(self) -> dict[str, Operand]:
         """What a kernel reads of the call, and of its softmax."""
-        found = super().inputs
-        found.pop("sinks", None)  # they are in the sum
-        return found | {
+        return super().inputs | {
             "cotangent": Operand(self.form.arrange(self.cotangent), self.form.QUERY_AXES),
             "top": rows(self.saved.top),
             "total": rows(self.saved.total),
             "delta": rows(self.delta),
         }
 
+    @property
+    def has_scale(self) -> bool:
+        """Whether the scale is an array, which has a gradient."""
+        return not isinstance(self.call.scale, Real)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many tiles there are along each axis of the scores."""
+        b, n, t, s = self.call.shape
+        rows, cols = bounds.tiles(t, self.tiling.t), bounds.tiles(s, self.tiling.s)
+        return {"b": b, "n": n, "t": rows, "s": cols}
+
+    def grid(self, axes: str) -> dict[str, int]:
+        """Return how many tiles there are along some axes."""
+        return {axis: self.counts[axis] for axis in axes}
+
     def rows(self, read: Read, at: Coordinates) -> Rows:
         """Return what a tile reads of its queries."""
         first = at["t"] * self.tiling.t
         cotangent = without_beyond(read("cotangent"), first, self.call.shape[2])
         columns = (read(name) for name in ("top", "total", "delta"))
-        return Rows(tokens(read("query")), cotangent, *columns)
+        return Rows(self.query(read), cotangent, *columns)
 
 
 def query_kernel(one: BackwardPass) -> Kernel:
     """Return the kernel that computes the gradient of the queries, and of the scale by rows."""
-    call, tiling, scores, inputs = one.call, one.tiling, one.scores, one.inputs
-    b, n, t, s = call.shape
-    wide = one.form.width_of(call.query.shape[3])
-
-    def begin() -> tuple[Array, Array]:
-        return jnp.zeros((tiling.t, wide), SUMS), jnp.zeros((tiling.t, 1), SUMS)
-
-    def step(read: Read, at: Coordinates, own: Rows, sums: Any) -> Any:
-        key, value = tokens(read("key")), tokens(read("value"))
-        found = weights(scores, read, at, own, key, value)
-        d_query, d_scale = sums
-        d_query = d_query + scores.dot(found.d_scores, key.numbers)
-        if "scale" in inputs:
-            d_scale = d_scale + (found.d_scores * found.products).sum(axis=1, keepdims=True)
-        return d_query, d_scale
-
-    def finish(read: Read, at: Coordinates, own: Rows, sums: Any) -> dict[str, Array]:
-        d_query, d_scale = sums
-        found = {"query": jnp.where(own.query.finite, scores.scaled(read, d_query), 0)}
-        return found | ({"scale": d_scale} if "scale" in inputs else {})
-
-    outputs = {"query": one.result(call.query, one.form.QUERY_AXES)}
-    if "scale" in inputs:
-        outputs["scale"] = rows(jax.ShapeDtypeStruct((b, n, t, 1), SUMS))
+    outputs = {"query": one.result(one.call.query, one.form.QUERY_AXES)}
+    if one.has_scale:
+        shape = *one.call.shape[:3], 1
+        outputs["scale"] = rows(jax.ShapeDtypeStruct(shape, SUMS))
     return Kernel(
         name="attention_backward_query",
-        tiling=tiling,
-        inputs=inputs,
+        tiling=one.tiling,
+        inputs=one.inputs,
         outputs=outputs,
-        grid={"b": b, "n": n, "t": bounds.tiles(t, tiling.t)},
-        loops={"s": bounds.tiles(s, tiling.s)},
-        bounds=bounds.of_queries(call, tiling),
+        grid=one.grid("bnt"),
+        loops=one.grid("s"),
+        bounds=bounds.of_queries(one.call, one.tiling),
         outer="t",
         group=one.group,
-        begin=begin,
+        begin=partial(_begin_query, one),
         fixed=one.rows,
-        step=step,
-        finish=finish,
+        step=partial(_step_query, one),
+        finish=partial(_finish_query, one),
     )
+
+
+def _begin_query(one: BackwardPass) -> tuple[Array, Array]:
+    rows = one.tiling.t
+    wide = one.form.width_of(one.call.query.shape[3])
+    return jnp.zeros((rows, wide), SUMS), jnp.zeros((rows, 1), SUMS)
+
+
+def _step_query(one: BackwardPass, read: Read, at: Coordinates, own: Rows, sums: Any) -> Any:
+    key, value = _read_keys(read, at)
+    found = weights(one.scores, read, at, own, key, value)
+    d_query, d_scale = sums
+    if one.has_scale:
+        d_scale = d_scale + (found.d_scores * found.products).sum(axis=1, keepdims=True)
+    return d_query + one.scores.dot(found.d_scores, key.numbers), d_scale
+
+
+def _finish_query(
+    one: BackwardPass, read: Read, at: Coordinates, own: Rows, sums: Any
+) -> dict[str, Array]:
+    d_query, d_scale = sums
+    d_query = one.scores.scaled(read, d_query)
+    found = {"query": jnp.where(own.query.finite, d_query, 0)}
+    return found | {"scale": d_scale} if one.has_scale else found
 
 
 def key_kernel(one: BackwardPass) -> Kernel:
     """Return the kernel that computes the gradients of keys and values."""
-    call, tiling, scores = one.call, one.tiling, one.scores
-    b, _, t, s = call.shape
-    wide = one.form.width_of(call.key.shape[3]), one.form.width_of(call.value.shape[3])
-
-    def begin() -> tuple[Array, ...]:
-        return tuple(jnp.zeros((tiling.s, width), SUMS) for width in wide)
-
-    def fixed(read: Read, at: Coordinates) -> tuple[Tokens, Tokens]:
-        return tokens(read("key")), tokens(read("value"))
-
-    def step(read: Read, at: Coordinates, fixed: Any, sums: Any) -> Any:
-        own = one.rows(read, at)
-        found = weights(scores, read, at, own, *fixed)
-        d_key, d_value = sums
-        d_scores = scores.scaled(read, found.d_scores)
-        d_key = d_key + scores.dot(d_scores.T, own.query.numbers)
-        return d_key, d_value + scores.dot(found.dropped.T, own.cotangent)
-
-    def finish(read: Read, at: Coordinates, fixed: Any, sums: Any) -> dict[str, Array]:
-        names = "key", "value"
-        pairs = zip(names, fixed, sums, strict=True)
-        return {name: jnp.where(x.finite, gradient, 0) for name, x, gradient in pairs}
-
+    call, counts = one.call, one.counts
     return Kernel(
         name="attention_backward_key",
-        tiling=tiling,
+        tiling=one.tiling,
         inputs=one.inputs,
         outputs={
             "key": one.result(call.key, one.form.KEY_AXES),
             "value": one.result(call.value, one.form.KEY_AXES),
         },
-        grid={"b": b, "k": call.key.shape[2], "s": bounds.tiles(s, tiling.s)},
-        loops={"g": one.group, "t": bounds.tiles(t, tiling.t)},
-        bounds=bounds.of_keys(call, tiling),
+        grid={"b": counts["b"], "k": call.key.shape[2], "s": counts["s"]},
+        loops={"g": one.group, "t": counts["t"]},
+        bounds=bounds.of_keys(call, one.tiling),
         outer="s",
         group=one.group,
-        begin=begin,
-        fixed=fixed,
-        step=step,
-        finish=finish,
+        begin=partial(_begin_keys, one),
+        fixed=_read_keys,
+        step=partial(_step_keys, one),
+        finish=_finish_keys,
     )
+
+
+def _begin_keys(one: BackwardPass) -> tuple[Array, Array]:
+    d_key, d_value = (
+        jnp.zeros((one.tiling.s, one.form.width_of(x.shape[3])), SUMS)
+        for x in (one.call.key, one.call.value)
+    )
+    return d_key, d_value
+
+
+def _read_keys(read: Read, at: Coordinates) -> tuple[Tokens, Tokens]:
+    return tokens(read("key")), tokens(read("value"))
+
+
+def _step_keys(one: BackwardPass, read: Read, at: Coordinates, keys: Any, sums: Any) -> Any:
+    own = one.rows(read, at)
+    found = weights(one.scores, read, at, own, *keys)
+    d_key, d_value = sums
+    d_scores = one.scores.scaled(read, found.d_scores)
+    d_key = d_key + one.scores.dot(d_scores.T, own.query.numbers)
+    return d_key, d_value + one.scores.dot(found.dropped.T, own.cotangent)
+
+
+def _finish_keys(read: Read, at: Coordinates, keys: Any, sums: Any) -> dict[str, Array]:
+    key, value = keys
+    d_key, d_value = sums
+    return {"key": jnp.where(key.finite, d_key, 0), "value": jnp.where(value.finite, d_value, 0)}
 
 
 def added_kernel(one: BackwardPass, name: str) -> Kernel:
@@ -144,54 +170,95 @@ def added_kernel(one: BackwardPass, name: str) -> Kernel:
     It is the bias, or what a function of scores captured. The gradient has the axes of the array
     that are not 1; where queries or keys are summed over, there is one for each row and head.
     """
-    call, tiling, scores, inputs = one.call, one.tiling, one.scores, one.inputs
-    b, n, t, s = call.shape
-    shape = inputs[name].array.shape
-    over = [axis for axis, size in zip("ts", shape[2:], strict=True) if size == 1]
-    by_keys = over == ["t"] and shape[3] > 1
-    counts = {"b": b, "n": n, "t": bounds.tiles(t, tiling.t), "s": bounds.tiles(s, tiling.s)}
-    block = tiling.t, tiling.s
-    if not over:
-        grid = {axis: min(counts[axis], size) for axis, size in zip("bn", shape[:2], strict=True)}
-        grid |= {"t": counts["t"], "s": counts["s"]}
-        loops = {
-            axis: counts[axis] for axis, size in zip("bn", shape[:2], strict=True) if size == 1
-        }
-        output = along(jax.ShapeDtypeStruct(shape, SUMS))
-    elif by_keys:
-        grid, loops, block = {"b": b, "n": n, "s": counts["s"]}, {"t": counts["t"]}, (1, tiling.s)
-        output = Operand(jax.ShapeDtypeStruct((b, n, 1, s), SUMS), ("b", "n", "1", "s"))
-    else:
-        grid, loops, block = {"b": b, "n": n, "t": counts["t"]}, {"s": counts["s"]}, (tiling.t, 1)
-        output = rows(jax.ShapeDtypeStruct((b, n, t, 1), SUMS))
-    limits = bounds.of_keys if by_keys else bounds.of_queries
-
-    def begin() -> Array:
-        return jnp.zeros(block, SUMS)
-
-    def step(read: Read, at: Coordinates, fixed: Any, sums: Array) -> Array:
-        own = one.rows(read, at)
-        key, value = tokens(read("key")), tokens(read("value"))
-        if name != "bias":
-            captured = name, jnp.broadcast_to(read(name), block)
-            found = weights(scores, read, at, own, key, value, captured)
-            return sums + jnp.asarray(found.captured)
-        d_scores = weights(scores, read, at, own, key, value).d_scores
-        axes = tuple(axis for axis, size in enumerate(block) if size == 1)
-        return sums + (d_scores.sum(axis=axes, keepdims=True) if axes else d_scores)
-
+    inputs = one.inputs
+    added = _added_form(one, inputs[name].array.shape)
     return Kernel(
         name="attention_backward_added",
-        tiling=tiling,
+        tiling=one.tiling,
         inputs=inputs,
-        outputs={name: output},
-        grid=grid,
-        loops=loops or {"once": 1},
-        bounds=limits(call, tiling) if over else None,
-        outer="s" if by_keys else "t",
+        outputs={name: added.output},
+        grid=added.grid,
+        loops=added.loops or {"once": 1},
+        bounds=None if added.limits is None else added.limits(one.call, one.tiling),
+        outer="s" if "t" in added.loops else "t",
         group=one.group,
-        begin=begin,
-        fixed=lambda read, at: None,
-        step=step,
+        begin=partial(jnp.zeros, added.block, SUMS),
+        fixed=_nothing,
+        step=partial(_step_added, one, name, added.block),
         finish=lambda read, at, fixed, sums: {name: sums},
     )
+
+
+def _nothing(read: Read, at: Coordinates) -> None:
+    return None
+
+
+class _AddedForm(NamedTuple):
+    # Which programs there are, what each loops over and adds up, and where that lies.
+    grid: dict[str, int]
+    loops: dict[str, int]
+    block: tuple[int, int]
+    output: Operand
+    limits: Callable[..., Array] | None
+
+
+def _added_form(one: BackwardPass, shape: tuple[int, ...]) -> _AddedForm:
+    *_, t, s = shape
+    if t > 1 and s > 1:
+        return _along_both(one, shape)
+    return _along_keys(one) if s > 1 else _along_queries(one)
+
+
+def _along_both(one: BackwardPass, shape: tuple[int, ...]) -> _AddedForm:
+    # Rows and heads that share the array are looped over.
+    shared = [axis for axis, size in zip("bn", shape, strict=False) if size == 1]
+    return _AddedForm(
+        grid=one.counts | dict.fromkeys(shared, 1),
+        loops=one.grid("".join(shared)),
+        block=(one.tiling.t, one.tiling.s),
+        output=along(jax.ShapeDtypeStruct(shape, SUMS)),
+        limits=None,
+    )
+
+
+def _along_keys(one: BackwardPass) -> _AddedForm:
+    b, n, _, s = one.call.shape
+    return _AddedForm(
+        grid=one.grid("bns"),
+        loops=one.grid("t"),
+        block=(1, one.tiling.s),
+        output=Operand(jax.ShapeDtypeStruct((b, n, 1, s), SUMS), ("b", "n", "1", "s")),
+        limits=bounds.of_keys,
+    )
+
+
+def _along_queries(one: BackwardPass) -> _AddedForm:
+    b, n, t, _ = one.call.shape
+    return _AddedForm(
+        grid=one.grid("bnt"),
+        loops=one.grid("s"),
+        block=(one.tiling.t, 1),
+        output=rows(jax.ShapeDtypeStruct((b, n, t, 1), SUMS)),
+        limits=bounds.of_queries,
+    )
+
+
+def _step_added(
+    one: BackwardPass,
+    name: str,
+    block: tuple[int, int],
+    read: Read,
+    at: Coordinates,
+    fixed: None,
+    sums: Array,
+) -> Array:
+    tile = one.scores, read, at, one.rows(read, at), *_read_keys(read, at)
+    if name == "bias":
+        return sums + _summed_to(block, weights(*tile).d_scores)
+    captured = name, jnp.broadcast_to(read(name), block)
+    return sums + jnp.asarray(weights(*tile, captured).captured)
+
+
+def _summed_to(block: tuple[int, int], d_scores: Array) -> Array:
+    axes = tuple(axis for axis, size in enumerate(block) if size == 1)
+    return d_scores.sum(axis=axes, keepdims=True) if axes else d_scores

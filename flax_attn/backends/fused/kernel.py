@@ -56,17 +56,15 @@ class Operand(NamedTuple):
 
     def block(self, tiling: Tiling) -> list[int | None]:
         """Return the size of a tile along each axis; None for an axis that it does not have."""
-        sizes = []
-        for axis, size in zip(self.axes, self.array.shape, strict=True):
-            if axis == "h":
-                sizes.append(size)
-            elif axis == "1":
-                sizes.append(1)
-            elif axis in ("t", "s"):
-                sizes.append(1 if self._serves_all(size) else getattr(tiling, axis))
-            else:
-                sizes.append(None)
-        return sizes
+        pairs = zip(self.axes, self.array.shape, strict=True)
+        return [self._length(axis, size, tiling) for axis, size in pairs]
+
+    def _length(self, axis: str, size: int, tiling: Tiling) -> int | None:
+        if axis in ("h", "1"):
+            return size
+        if axis in ("t", "s"):
+            return 1 if self._serves_all(size) else getattr(tiling, axis)
+        return None
 
     def place(self, coordinates: Coordinates) -> list[Any]:
         """Return the number of the tile along each axis."""
@@ -137,6 +135,7 @@ class Kernel:
         if "n" in known:
             known["k"] = known["n"] // self.group
         elif "g" in known:
+            # Head n is number g of its group.
             known["n"] = known["k"] * self.group + known["g"]
         if "p" in known:
             known["np"] = known["n"] * self.parts + known["p"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from numbers import Real
 
 import jax.numpy as jnp
@@ -43,78 +43,97 @@ def score_halves(call: Call) -> Halves | None:
 
 def score_arrays(call: Call) -> list[Array]:
     """Return what the first half of the function of scores hands to the second."""
-    if call.score is None:
+    score, halves = call.score, score_halves(call)
+    if score is None or halves is None:
         return []
-    score = call.score
-    return Halves(score.function, 1).arrays(score.b, score.n, score.rows, score.cols)
+    return halves.arrays(score.b, score.n, score.rows, score.cols)
 
 
 def operands(call: Call) -> dict[str, Operand]:
     """Return what beside query, key and value decides the scores of a call."""
-    found = dict(_mask(call))
-    if call.bias is not None:
-        found["bias"] = call.bias
-    if call.sinks is not None:
-        found["sinks"] = call.sinks[None, :, None, None]
-    if not isinstance(call.scale, Real):
-        found["scale"] = jnp.reshape(call.scale, (1, 1, 1, 1))
+    arrays = _mask(call) | _options(call)
     if call.dropout is not None:
-        found |= _dropout(call.dropout, call.shape)
-    found |= {f"score {at}": in_memory(x) for at, x in enumerate(score_arrays(call))}
-    return {name: along(array) for name, array in found.items()}
+        arrays |= _dropout(call.dropout, call.shape)
+    arrays |= _numbered("score {}", score_arrays(call))
+    return {name: along(array) for name, array in arrays.items()}
 
 
-def packed(x: Array, k: int, group: int) -> Array:
+def _options(call: Call) -> dict[str, Array]:
+    sinks = None if call.sinks is None else call.sinks[None, :, None, None]
+    # A scale that is a number is known to the kernel.
+    scale = None if isinstance(call.scale, Real) else jnp.reshape(call.scale, (1, 1, 1, 1))
+    found = {"bias": call.bias, "sinks": sinks, "scale": scale}
+    return {name: x for name, x in found.items() if x is not None}
+
+
+def packed(x: Array, k: int, group: int, t: int) -> Array:
     """Return an array `(#b, #n, #t, #s)` with the heads of a group as queries, `(#b, k, g t, #s)`.
 
     One that is the same for all heads and queries stays.
     """
-    b, n, t, s = x.shape
-    if n == t == 1:
+    if x.shape[1:3] == (1, 1):
         return x
-    x = jnp.broadcast_to(x, (b, k * group, t, s))
+    x = jnp.broadcast_to(x, (len(x), k * group, t, x.shape[3]))
     return rearrange(x, "b (k g) t s -> b k (g t) s", k=k)
 
 
-def _mask(call: Call) -> Iterator[tuple[str, Array]]:
+def _mask(call: Call) -> dict[str, Array]:
     # All intervals together are one, from a first key to before a last, for each query.
-    _, _, t, s = call.shape
-    (start, stop), _ = flat(call.mask).split_intervals(t, s)
-    yield "start", start[:, None, :, None]
-    yield "stop", stop[:, None, :, None]
+    (start, stop), _ = flat(call.mask).split_intervals(*call.shape[2:])
+    found = {"start": start[:, None, :, None], "stop": stop[:, None, :, None]}
     for index, part in enumerate(apart(call.mask)):
-        for name, array in _arrays(part, t, s):
-            yield f"{name} {index}", array
+        own = _arrays(part, *call.shape[2:])
+        found |= {f"{name} {index}": array for name, array in own.items()}
+    return found
 
 
-def _arrays(part: MaskPart, t: int, s: int) -> Iterator[tuple[str, Array]]:
+def _arrays(part: MaskPart, t: int, s: int) -> dict[str, Array]:
     if isinstance(part, Segments):
-        yield "query segments", jnp.atleast_2d(part.query)[:, None, :, None]
-        yield "key segments", jnp.atleast_2d(part.key)[:, None, None, :]
-    elif isinstance(part, Dense):
+        return _segments(part)
+    if isinstance(part, Dense):
         # Booleans are no dtype that a TPU keeps in memory.
-        yield "dense", of_rank_4(part.array).astype(jnp.int8)
+        return {"dense": of_rank_4(part.array).astype(jnp.int8)}
+    assert isinstance(part, Where), "refused"
+    return _numbered("function {} of", _function_arrays(part, t, s))
 
-    elif isinstance(part, Where):
-        rows = part.positions(jnp.arange(t, dtype=jnp.int32)[None, None, :, None])[:, 0, :, 0]
-        cols = jnp.arange(s, dtype=jnp.int32)[None]
-        one = jnp.zeros(1, jnp.int32)
-        b, n = (one if index is None else index for index in (part.b, part.n))
-        b = b if len(rows) == 1 else jnp.broadcast_to(b, len(rows))
-        for at, array in enumerate(Halves(part.function, 0).arrays(b, n, rows, cols)):
-            yield f"function {at} of", in_memory(array)
+
+def _segments(part: Segments) -> dict[str, Array]:
+    query = jnp.atleast_2d(part.query)
+    key = jnp.atleast_2d(part.key)
+    return {"query segments": query[:, None, :, None], "key segments": key[:, None, None, :]}
+
+
+def _numbered(name: str, arrays: Iterable[Array]) -> dict[str, Array]:
+    return {name.format(at): in_memory(array) for at, array in enumerate(arrays)}
+
+
+def _function_arrays(part: Where, t: int, s: int) -> list[Array]:
+    rows = _positions(part, t)
+    cols = jnp.arange(s, dtype=jnp.int32)[None]
+    # A mask that is the same for all rows or heads is asked for the first.
+    n = jnp.zeros(1, jnp.int32) if part.n is None else part.n
+    b = jnp.zeros(1, jnp.int32) if part.b is None else part.b
+    b = b if len(rows) == 1 else jnp.broadcast_to(b, len(rows))
+    return Halves(part.function, 0).arrays(b, n, rows, cols)
+
+
+def _positions(part: Where, t: int) -> Array:
+    indices = jnp.arange(t, dtype=jnp.int32)
+    return part.positions(indices[None, None, :, None])[:, 0, :, 0]
 
 
 def _dropout(dropout: KeyedDropout, shape: tuple[int, int, int, int]) -> dict[str, Array]:
     # The key of a row of the batch and a head, and the counters of queries and keys in the whole.
-    _, _, t, s = shape
     places = dropout.indices(*(jnp.arange(size, dtype=jnp.int32) for size in shape))
     rows, heads, queries, keys = (place.astype(jnp.uint32) for place in places)
-    seed = key_data(dropout.key)
-    first, second = threefry_2x32((seed[0], seed[1]), (rows[:, None], heads[None]))
-    return {
-        "head key 0": jnp.asarray(first)[:, :, None, None],
-        "head key 1": jnp.asarray(second)[:, :, None, None],
-        "query counter": queries.reshape(-1, 1, t, 1),
-        "key counter": keys.reshape(-1, 1, 1, s),
+    return _head_keys(dropout, rows, heads) | {
+        "query counter": queries.reshape(-1, 1, shape[2], 1),
+        "key counter": keys.reshape(-1, 1, 1, shape[3]),
     }
+
+
+def _head_keys(dropout: KeyedDropout, rows: Array, heads: Array) -> dict[str, Array]:
+    seed = key_data(dropout.key)
+    words = threefry_2x32((seed[0], seed[1]), (rows[:, None], heads[None]))
+    pairs = enumerate(map(jnp.asarray, words))
+    return {f"head key {at}": word[:, :, None, None] for at, word in pairs}

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -17,7 +17,7 @@ from flax_attn.backends.call import Call
 from flax_attn.backends.fused import bounds
 from flax_attn.backends.fused.kernel import Coordinates, Kernel, Operand, Read, Tiling, along, rows
 from flax_attn.backends.fused.operands import operands, packed
-from flax_attn.backends.fused.scores import SUMS, Scores, Tokens, tokens
+from flax_attn.backends.fused.scores import SUMS, Scores, Tokens, is_sink, keys_nan, tokens
 from flax_attn.backends.softmax import Sums
 
 # Sums of a part of the keys: an array of a part for each head.
@@ -63,13 +63,16 @@ class Pass:
     @property
     def inputs(self) -> dict[str, Operand]:
         """What a kernel reads of the call."""
-        call, form = self.call, self.form
-        tokens = {
-            "query": Operand(form.arrange(call.query), form.QUERY_AXES),
-            "key": Operand(form.arrange(call.key), form.KEY_AXES),
-            "value": Operand(form.arrange(call.value), form.KEY_AXES),
-        }
-        return tokens | operands(call)
+        axes = {"query": self.form.QUERY_AXES, "key": self.form.KEY_AXES}
+        axes |= {"value": self.form.KEY_AXES}
+        arranged = {name: self.form.arrange(getattr(self.call, name)) for name in axes}
+        found = {name: Operand(x, axes[name]) for name, x in arranged.items()}
+        return found | operands(self.call)
+
+    def query(self, read: Read) -> Tokens:
+        """Return the queries of a tile; none is finite where the sink of its head is not."""
+        found = tokens(read("query"))
+        return found if self.call.sinks is None else found.where(is_sink(read("sinks")))
 
     def result(self, like: Any, axes: tuple) -> Operand:
         """Return an output of the shape and dtype of an array of tokens."""
@@ -85,20 +88,23 @@ def forward_kernel(one: Pass, dtype: jnp.dtype) -> Kernel:
     call, tiling = one.call, one.tiling
     b, n, t, s = call.shape
     column = rows(jax.ShapeDtypeStruct((b, n, t, 1), SUMS))
-    output = jax.ShapeDtypeStruct((*call.query.shape[:3], call.value.shape[3]), dtype)
-    results = {"output": one.result(output, one.form.QUERY_AXES), "top": column, "total": column}
+    output = jax.ShapeDtypeStruct((b, t, n, call.value.shape[3]), dtype)
     return Kernel(
         name="attention_forward",
         tiling=tiling,
         inputs=one.inputs,
-        outputs=results,
+        outputs={
+            "output": one.result(output, one.form.QUERY_AXES),
+            "top": column,
+            "total": column,
+        },
         grid={"b": b, "n": n, "t": bounds.tiles(t, tiling.t)},
         loops={"s": bounds.tiles(s, tiling.s)},
         bounds=bounds.of_queries(call, tiling),
         outer="t",
         group=one.group,
         parts=one.parts,
-        finish=_finished(call),
+        finish=partial(_finish, call),
         **_sums(one, one.scores),
     )
 
@@ -111,24 +117,13 @@ def part_kernel(one: Pass) -> Kernel:
     call, tiling = one.call, one.tiling
     b, _, t, s = call.shape
     k, queries = call.key.shape[2], t * one.group
-    inputs = one.inputs
-    query = rearrange(call.query, "b t (k g) h -> b (g t) k h", k=k)
-    for name, operand in inputs.items():
-        if name not in ("query", "key", "value"):
-            inputs[name] = along(packed(operand.array, k, one.group))
-    inputs["query"] = Operand(one.form.arrange(query), one.form.QUERY_AXES)
-    inputs.pop("sinks", None)  # they are no part
     wide = one.form.width_of(call.value.shape[3])
     sums = jax.ShapeDtypeStruct((b, k * one.parts, queries, wide), SUMS)
     column = Operand(jax.ShapeDtypeStruct((*sums.shape[:3], 1), SUMS), _COLUMNS_OF_PARTS)
-
-    def finish(read: Read, at: Coordinates, fixed: Any, done: Sums) -> dict[str, Array]:
-        return {"output": done.output, "top": done.top, "total": done.total}
-
     return Kernel(
         name="attention_part",
         tiling=tiling,
-        inputs=inputs,
+        inputs=_packed_inputs(one),
         outputs={"output": Operand(sums, _OF_PARTS), "top": column, "total": column},
         grid={"b": b, "n": k, "t": 1, "p": one.parts},
         loops={"s": bounds.tiles(s, tiling.s)},
@@ -136,9 +131,19 @@ def part_kernel(one: Pass) -> Kernel:
         outer="t",
         group=1,
         parts=one.parts,
-        finish=finish,
+        finish=lambda read, at, fixed, done: vars(done),
         **_sums(one, replace(one.scores, count=queries)),
     )
+
+
+def _packed_inputs(one: Pass) -> dict[str, Operand]:
+    # What the kernel reads, with the heads of a group as queries.
+    _, _, t, _ = one.call.shape
+    pack = partial(packed, k=one.call.key.shape[2], group=one.group, t=t)
+    inputs = {name: along(pack(x.array)) for name, x in operands(one.call).items()}
+    query = rearrange(one.call.query, "b t (k g) h -> b (g t) k h", g=one.group)
+    own = {"query": Operand(one.form.arrange(query), one.form.QUERY_AXES)}
+    return one.inputs | inputs | own
 
 
 def merge_kernel(one: Pass, found: dict[str, Array], dtype: jnp.dtype) -> Kernel:
@@ -153,15 +158,9 @@ def merge_kernel(one: Pass, found: dict[str, Array], dtype: jnp.dtype) -> Kernel
     }
     if call.sinks is not None:
         sinks = call.sinks[None, :, None, None]
-        sinks = jnp.broadcast_to(sinks, (1, call.shape[1], t, 1))
-        inputs["sinks"] = along(packed(sinks, k, one.group))
+        inputs["sinks"] = along(packed(sinks, k, one.group, t))
     output = jax.ShapeDtypeStruct((b, queries, k, v), dtype)
     column = rows(jax.ShapeDtypeStruct((b, k, queries, 1), SUMS))
-    wide = one.form.width_of(v)
-
-    def step(read: Read, at: Coordinates, fixed: Any, done: Sums) -> Sums:
-        return done & Sums(read("part output"), read("part top"), read("part total"))
-
     return Kernel(
         name="attention_merge",
         tiling=one.tiling,
@@ -177,41 +176,48 @@ def merge_kernel(one: Pass, found: dict[str, Array], dtype: jnp.dtype) -> Kernel
         outer="t",
         group=1,
         parts=one.parts,
-        begin=lambda: tile.over_nothing(one.tiling.t, wide, SUMS),
+        begin=partial(_begin, one),
         fixed=lambda read, at: None,
-        step=step,
-        finish=_finished(call),
+        step=_add_part,
+        finish=partial(_finish, call),
     )
+
+
+def _add_part(read: Read, at: Coordinates, fixed: Any, done: Sums) -> Sums:
+    return done & Sums(read("part output"), read("part top"), read("part total"))
 
 
 def _sums(one: Pass, scores: Scores) -> dict[str, Any]:
     # The functions of a kernel that takes queries over keys.
-    wide = one.form.width_of(one.call.value.shape[3])
-
-    def step(read: Read, at: Coordinates, query: Tokens, done: Sums) -> Sums:
-        key, value = tokens(read("key")), tokens(read("value"))
-        nan = jnp.where(key.finite & value.finite, 0, jnp.nan).astype(SUMS)
-        products = scores.products(query, key)
-        masked = scores.tile(read, at, products, (query.nan, nan)).masked
-        return tile.softmax_step(done, masked, value.numbers, scores.dot, scores.factors(read))
-
     return {
-        "begin": lambda: tile.over_nothing(one.tiling.t, wide, SUMS),
-        "fixed": lambda read, at: tokens(read("query")),
-        "step": step,
+        "begin": partial(_begin, one),
+        "fixed": lambda read, at: one.query(read),
+        "step": partial(_step, scores),
         "merge": Sums.__and__,
     }
 
 
-def _finished(call: Call) -> Callable[..., dict[str, Array]]:
-    # The function to the output from the sums over all keys.
-    def finish(read: Read, at: Coordinates, fixed: Any, done: Sums) -> dict[str, Array]:
-        if call.sinks is not None:
-            # A key that every row sees, with a value of zero.
-            one = jnp.ones_like(done.total)
-            sink = read("sinks").astype(SUMS) * one
-            done = done & Sums(jnp.zeros_like(done.output), sink, one)
-        found = done.divided()
-        return {"output": found.output, "top": found.top, "total": found.total}
+def _begin(one: Pass) -> Sums:
+    wide = one.form.width_of(one.call.value.shape[3])
+    return tile.over_nothing(one.tiling.t, wide, SUMS)
 
-    return finish
+
+def _step(scores: Scores, read: Read, at: Coordinates, query: Tokens, done: Sums) -> Sums:
+    key, value = tokens(read("key")), tokens(read("value"))
+    nan = keys_nan(key, value)
+    products = scores.products(query, key)
+    masked = scores.tile(read, at, products, (query.nan, nan)).masked
+    return tile.softmax_step(done, masked, value.numbers, scores.dot, scores.factors(read))
+
+
+def _finish(call: Call, read: Read, at: Coordinates, fixed: Any, done: Sums) -> dict[str, Array]:
+    if call.sinks is not None:
+        done = done & _of_sink(read("sinks"), done)
+    return vars(done.divided())
+
+
+def _of_sink(sinks: Array, like: Sums) -> Sums:
+    # A key that every row sees, with a value of zero.
+    one = jnp.ones_like(like.total)
+    sink = jnp.where(is_sink(sinks), sinks, 0).astype(SUMS) * one
+    return Sums(jnp.zeros_like(like.output), sink, one)

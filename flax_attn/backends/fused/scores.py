@@ -43,6 +43,15 @@ class Tokens(NamedTuple):
         """NaN for tokens that are not finite, else 0, `(tokens, 1)`."""
         return jnp.where(self.finite, 0, jnp.nan).astype(SUMS)
 
+    def where(self, condition: Array) -> Tokens:
+        """Return the tokens with those that do not meet a condition as not finite."""
+        return Tokens(_select(condition, self.numbers), self.finite & condition)
+
+
+def is_sink(sinks: Array) -> Array:
+    """Return which sinks are numbers or -inf, which is no sink; rows of all others are NaN."""
+    return sinks < jnp.inf
+
 
 def tokens(x: Array) -> Tokens:
     """Return the tokens of a tile."""
@@ -117,25 +126,23 @@ class Scores:
         halves = score_halves(self.call)
         if halves is None:
             return None
+        names = [f"score {at}" for at in range(len(halves.between))]
         # Read before it is differentiated.
-        tiles = {f"score {at}": read(f"score {at}") for at in range(len(halves.between))}
-
-        def function(scores: Array, other: Mapping[str, Array] = MappingProxyType({})) -> Array:
-            return halves.apply([scores], [*(tiles | dict(other)).values()])
-
-        return function
+        return partial(_changed, halves, {name: read(name) for name in names})
 
     def visible(self, read: Read, at: Coordinates) -> Array:
         """Return what the mask shows in a tile, and not beyond the last query and key."""
-        t, s = self.tiling.t, self.tiling.s
-        cols = at["s"] * s + lax.broadcasted_iota(jnp.int32, (1, s), 1)
-        seen = (cols >= read("start")) & (cols < read("stop"))
-        # Also where all are inside: the same arithmetic gives the same bits.
-        rows = at["t"] * t + lax.broadcasted_iota(jnp.int32, (t, 1), 0)
-        seen = seen & (rows < self.count)
+        seen = self._inside(read, at)
         for number, part in enumerate(apart(self.call.mask)):
             seen = seen & _shown(part, number, read)
-        return jnp.broadcast_to(seen, (t, s))
+        return jnp.broadcast_to(seen, (self.tiling.t, self.tiling.s))
+
+    def _inside(self, read: Read, at: Coordinates) -> Array:
+        cols = _indices(at["s"], self.tiling.s, 1)
+        seen = (cols >= read("start")) & (cols < read("stop"))
+        # Also where all are inside: the same arithmetic gives the same bits.
+        rows = _indices(at["t"], self.tiling.t, 0)
+        return seen & (rows < self.count)
 
     def factors(self, read: Read) -> Array | None:
         """Return the factors of dropout of a tile, or None."""
@@ -147,14 +154,34 @@ class Scores:
         return tile.dropout_factors(head_key, *counters, dropout.rate, SUMS)
 
 
+def _changed(
+    halves: Halves,
+    tiles: Mapping[str, Array],
+    scores: Array,
+    other: Mapping[str, Array] = MappingProxyType({}),
+) -> Array:
+    # What a function makes of scores, with other tiles than it read in the place of some.
+    read = {**tiles, **other}
+    return halves.apply([scores], list(read.values()))
+
+
+def _indices(number: Any, size: int, axis: int) -> Array:
+    # Those of a tile in the call, as a column or a row.
+    shape = (size, 1) if axis == 0 else (1, size)
+    return number * size + lax.broadcasted_iota(jnp.int32, shape, axis)
+
+
 def _shown(part: MaskPart, number: int, read: Read) -> Array:
     if isinstance(part, Segments):
         return read(f"query segments {number}") == read(f"key segments {number}")
     if isinstance(part, Where):
         halves = Halves(part.function, 0)
-        tiles = [read(f"function {at} of {number}") for at in range(len(halves.between))]
-        return halves.apply([], tiles)
+        return halves.apply([], _numbered(read, f"function {{}} of {number}", halves))
     return read(f"dense {number}") != 0
+
+
+def _numbered(read: Read, name: str, halves: Halves) -> list[Array]:
+    return [read(name.format(at)) for at in range(len(halves.between))]
 
 
 class Weights(NamedTuple):
@@ -206,23 +233,36 @@ def weights(
     asked for.
     """
     products = scores.products(rows.query, key)
-    nan = jnp.where(key.finite & value.finite, 0, jnp.nan).astype(SUMS)
-    found = scores.tile(read, at, products, (rows.query.nan, nan))
-    exps = jnp.exp(found.masked - rows.top) / jnp.where(rows.total == 0, 1, rows.total)
-    # Zero where hidden, also in a row that is NaN.
-    own = jnp.where(found.masked == -jnp.inf, 0, exps)
+    masked, capped = scores.tile(read, at, products, (rows.query.nan, keys_nan(key, value)))
+    own = _from_sums(masked, rows)
     d_weights = scores.dot_transposed(rows.cotangent, value.numbers)
     factors = scores.factors(read)
-    dropped = own
-    if factors is not None:
-        dropped, d_weights = own * factors, d_weights * factors
     function = scores.function(read)
-    pull = None if function is None else partial(_pull, function, captured)
     gradients = tile.score_gradients(
-        own, d_weights, rows.delta, found.capped, scores.call.soft_cap, pull
+        own,
+        tile.times(d_weights, factors),
+        rows.delta,
+        capped,
+        scores.call.soft_cap,
+        pull=None if function is None else partial(_pull, function, captured),
     )
-    d_captured = gradients.captured[0] if gradients.captured else None
-    return Weights(dropped, gradients.scores, products, d_captured)
+    return Weights(
+        dropped=tile.times(own, factors),
+        d_scores=gradients.scores,
+        products=products,
+        captured=gradients.captured[0] if gradients.captured else None,
+    )
+
+
+def keys_nan(key: Tokens, value: Tokens) -> Array:
+    """Return NaN for keys that are not finite, or whose values are not; else 0, `(s, 1)`."""
+    return jnp.where(key.finite & value.finite, 0, jnp.nan).astype(SUMS)
+
+
+def _from_sums(masked: Array, rows: Rows) -> Array:
+    exps = jnp.exp(masked - rows.top) / jnp.where(rows.total == 0, 1, rows.total)
+    # Zero where hidden, also in a row that is NaN.
+    return jnp.where(masked == -jnp.inf, 0, exps)
 
 
 def _pull(

@@ -33,17 +33,17 @@ class Native(Backend):
         return jax.sharding.get_abstract_mesh().empty or not may_be_partitioned()
 
     def refuse(self, call: Call) -> str | None:
-        rest = [part for part in call.mask.parts if not isinstance(part, IntervalPart | Dense)]
-        segments = [part for part in rest if isinstance(part, Segments)]
         if library() is None:
             return MISSING
-        if len(rest) > 1 or len(segments) < len(rest):
-            found = " & ".join(
-                type(part).__name__ for part in rest
-            )  # not their arrays, which would be waited for
-            takes = "causal masks, windows, lengths, prefixes, arrays and one pair of segments"
-            return f"native takes {takes}; got {found}"
-        if any(ids.dtype.itemsize > 4 for part in segments for ids in (part.query, part.key)):
+        rest = [part for part in call.mask.parts if not isinstance(part, IntervalPart | Dense)]
+        if len(rest) > 1 or not all(isinstance(part, Segments) for part in rest):
+            # Not their arrays, which would be waited for.
+            found = " & ".join(type(part).__name__ for part in rest)
+            return (
+                "native takes causal masks, windows, lengths, prefixes, arrays and one pair of"
+                f" segments; got {found}"
+            )
+        if any(ids.dtype.itemsize > 4 for ids in jax.tree.leaves(rest)):
             return "native compares segment ids of up to 32 bits; got 64. Cast them to int32"
         if not isinstance(call.precision, None | str | jax.lax.Precision):
             return f"native computes in float32 alone; got precision={call.precision}"

@@ -24,6 +24,7 @@ from flax_attn.backends.platform import may_be_partitioned
 from flax_attn.backends.reference import with_weights
 from flax_attn.functional.mask_part import of_rank_4
 from flax_attn.functional.mask_parts import Dense, Segments
+from flax_attn.functional.masks import Mask
 from flax_attn.functional.reference import capped_scores
 from flax_attn.native import target
 from flax_attn.native.primitive import batch_by_broadcasting, primitive
@@ -84,6 +85,13 @@ def _output_dtype(call: Call, differentiated: bool) -> jnp.dtype:
     return jnp.dtype(jnp.float32) if differentiated else call.query.dtype
 
 
+def _pulled_back(call: Call, floats: Floats, cotangent: Array) -> Floats:
+    """Return the gradients as the formula gives them."""
+    _, pull = jax.vjp(partial(_formula, call), floats)
+    (found,) = pull(cotangent)
+    return found
+
+
 def _floats(call: Call) -> Floats:
     # A scale is known before tracing, and has no gradient.
     return call.floats._replace(scale=None)
@@ -104,12 +112,17 @@ def _each(call: Call, function: Callable, *trees: Any) -> Any:
 
 def _call_forward(*leaves: Array, structure: Any, differentiated: bool) -> Sequence[Array]:
     (call,) = structure.unflatten(leaves)
-    (*batch, t, n, _), v = call.query.shape, call.value.shape[-1]
+    *batch, t, n, _ = call.query.shape
+    output = *batch, t, n, call.value.shape[-1]
     rows = jax.ShapeDtypeStruct((*batch, n, t), jnp.float32)
     dtype = _output_dtype(call, differentiated)
-    output = jax.ShapeDtypeStruct((*batch, t, n, v), dtype)
-    how = {"few": not differentiated and t <= FEW, "differentiated": differentiated}
-    return _call("attention_forward", (output, rows, rows), call, **how)
+    return _call(
+        "attention_forward",
+        (jax.ShapeDtypeStruct(output, dtype), rows, rows),
+        call,
+        few=not differentiated and t <= FEW,
+        differentiated=differentiated,
+    )
 
 
 def _call_backward(*leaves: Array, structure: Any) -> Sequence[Array]:
@@ -143,25 +156,37 @@ def _operands(call: Call) -> tuple[list[Array], list[Array]]:
     last, and the segments of queries and keys; none are of size 0. A dense mask, if there is one,
     comes after all others, and by itself here.
     """
-    b, _, t, s = call.shape
-    sinks = jnp.zeros(0, jnp.float32) if call.sinks is None else _bounded(call.sinks)
-    (start, stop), rest = call.mask.split_intervals(t, s)
-    segments = [jnp.zeros((b, 0), jnp.int32)] * 2
-    arrays = []
-    for part in rest.parts:
-        if isinstance(part, Segments):
-            segments = [part.query, part.key]
-        if isinstance(part, Dense):
-            arrays.append(of_rank_4(part.array))
-    dense = [_whole_rows(reduce(jnp.logical_and, arrays), b, s)] if arrays else []
-    limits = [jnp.broadcast_to(x, (b, t)) for x in (start, stop)]
-    ids = [jnp.broadcast_to(x, (b, x.shape[-1])) for x in segments]
-    integers = [x.astype(jnp.int32) for x in (*limits, *ids)]
+    intervals, rest = call.mask.split_intervals(*call.shape[2:])
     key, value = call.key, call.value
     if _heads_first(call):
         key, value = (rearrange(x, "b s k h -> b k s h") for x in (key, value))
-    sinks = jnp.broadcast_to(sinks, (b, *sinks.shape))
-    return [call.query, key, value, sinks, *integers], dense
+    integers = _integers(call, (*intervals, *_segments(rest)))
+    return [call.query, key, value, _sinks(call), *integers], _dense(call, rest)
+
+
+def _integers(call: Call, arrays: Sequence[Array]) -> list[Array]:
+    b = call.shape[0]
+    whole = [jnp.broadcast_to(x, (b, x.shape[-1])) for x in arrays]
+    return [x.astype(jnp.int32) for x in whole]
+
+
+def _dense(call: Call, mask: Mask) -> list[Array]:
+    b, _, _, s = call.shape
+    arrays = [of_rank_4(part.array) for part in mask.parts if isinstance(part, Dense)]
+    return [_whole_rows(reduce(jnp.logical_and, arrays), b, s)] if arrays else []
+
+
+def _segments(mask: Mask) -> tuple[Array, Array]:
+    for part in mask.parts:
+        if isinstance(part, Segments):
+            return part.query, part.key
+    nothing = jnp.zeros((1, 0), jnp.int32)
+    return nothing, nothing
+
+
+def _sinks(call: Call) -> Array:
+    sinks = jnp.zeros(0, jnp.float32) if call.sinks is None else _bounded(call.sinks)
+    return jnp.broadcast_to(sinks, (call.shape[0], *sinks.shape))
 
 
 def _whole_rows(array: Array, b: int, s: int) -> Array:
@@ -191,21 +216,32 @@ def _plain_forward(*leaves: Array, structure: Any, differentiated: bool) -> Sequ
 
 def _softmax_sums(call: Call) -> tuple[Array, Array]:
     """Return the largest score of each row, to base 2, and the sum of its softmax."""
-    _, n, t, s = call.shape
-    query, key = call.query.astype(jnp.float32), call.key.astype(jnp.float32)
-    query = rearrange(query, "b t (k g) h -> b t k g h", k=key.shape[2])
-    products = jnp.einsum("b t k g h, b s k h -> b k g t s", query, key, precision="highest")
-    scores = rearrange(products * call.scale, "b k g t s -> b (k g) t s")
-    scores = capped_scores(scores, None, call.soft_cap) * _LOG2_E
-    visible = call.mask.block(jnp.arange(t), jnp.arange(s))
-    scores = jnp.where(visible, scores, -jnp.inf)
-    none = jnp.full(n, -jnp.inf, jnp.float32)
-    sinks = none if call.sinks is None else _bounded(call.sinks)
-    sinks = sinks[None, :, None] * _LOG2_E
+    scores, sinks = _scores(call), _sink_scores(call)
     top = jnp.maximum(scores.max(axis=-1), sinks)
     top = jnp.where(jnp.isfinite(top), top, 0)
     total = jnp.exp2(scores - top[..., None]).sum(axis=-1)
     return top, total + jnp.exp2(sinks - top)
+
+
+def _scores(call: Call) -> Array:
+    # To base 2, -inf where hidden.
+    _, _, t, s = call.shape
+    scores = capped_scores(_products(call) * call.scale, None, call.soft_cap) * _LOG2_E
+    visible = call.mask.block(jnp.arange(t), jnp.arange(s))
+    return jnp.where(visible, scores, -jnp.inf)
+
+
+def _products(call: Call) -> Array:
+    query, key = call.query.astype(jnp.float32), call.key.astype(jnp.float32)
+    query = rearrange(query, "b t (k g) h -> b t k g h", k=key.shape[2])
+    products = jnp.einsum("b t k g h, b s k h -> b k g t s", query, key, precision="highest")
+    return rearrange(products, "b k g t s -> b (k g) t s")
+
+
+def _sink_scores(call: Call) -> Array:
+    none = jnp.full(call.shape[1], -jnp.inf, jnp.float32)
+    sinks = none if call.sinks is None else _bounded(call.sinks)
+    return sinks[None, :, None] * _LOG2_E
 
 
 def _plain_backward(*leaves: Array, structure: Any) -> Sequence[Array]:
