@@ -269,10 +269,17 @@ def _as_scale(scale: Any, dtype: jnp.dtype) -> Any:
         scale = jnp.asarray(scale)
         check_scale(scale, scale.shape, scale.dtype.name)
         return scale.astype(dtype)
+    return _as_number(scale.item() if _is_number(scale) else scale)
+
+
+def _is_number(scale: Any) -> bool:
+    # One of NumPy, in an array without axes.
+    return isinstance(scale, np.ndarray) and not scale.ndim
+
+
+def _as_number(scale: Any) -> float:
     if isinstance(scale, np.ndarray):
-        if scale.ndim:
-            check_scale(scale, scale.shape, scale.dtype.name)
-        scale = scale.item()
+        check_scale(scale, scale.shape, scale.dtype.name)
     check_scale(scale, None, "")
     return float(scale)
 

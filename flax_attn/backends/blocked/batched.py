@@ -38,7 +38,7 @@ from flax_attn.functional.nonfinite import finite_tokens
 from flax_attn.functional.shapes import Index
 
 # Scores of a tile: of float32 once, and of weights and gradients in the dtype of the call.
-FORWARD, BACKWARD = 2**26, 5 * 2**23
+FORWARD, BACKWARD = 2**26, 3 * 2**24
 UNROLLED = 48  # tiles: more of them are looped over
 
 
@@ -180,11 +180,14 @@ def _backward_tile(tile: WideTile, rows: Rows, sums: Floats) -> Floats:
     call = tile.call
     masked, capped = tile.scores()
     weights, top, share = _weights(tile, rows, masked)
-    factors = tile.dropout_factors()
     assert rows.again is not None, "the pass sets it"
     query, cotangent = rows.again
-    d_value = sums.value + tile.of_queries(times(weights, factors), cotangent)
-    d_weights = times(tile.with_keys(rows.cotangent, tile.arrays.value), factors)
+    d_value = sums.value + tile.of_queries(times(weights, tile.dropout_factors()), cotangent)
+    # What comes before is done before; dropout is drawn again, since XLA would keep its factors.
+    held = d_value, weights, tile.arrays.value, tile.arrays.rows
+    d_value, weights, value, indices = lax.optimization_barrier(held)
+    again = replace(tile, arrays=tile.arrays._replace(rows=indices))
+    d_weights = times(tile.with_keys(rows.cotangent, value), again.dropout_factors())
     found = score_gradients(
         weights.astype(d_weights.dtype),
         d_weights,

@@ -46,8 +46,13 @@ def over_span(
     span: Span,
 ) -> tuple[Any, Any]:
     """Return `carry` after the tiles of a span, and what was found in them, `(b, k, t, g, _)`."""
-    carry, tiles = _scan(division, span.count, partial(_at_place, step, part, span), carry)
-    return carry, jax.tree.map(lambda x: rearrange(x, "i b k t g w -> b k (i t) g w"), tiles)
+    one = partial(_at_place, step, part, span)
+    carry, tiles = _scan(division, span.count, one, carry)
+    return carry, jax.tree.map(_join_tiles, tiles)
+
+
+def _join_tiles(tiles: Float[Array, "i b k t g w"]) -> Float[Array, "b k t g w"]:
+    return rearrange(tiles, "i b k t g w -> b k (i t) g w")
 
 
 def _at_place(

@@ -256,7 +256,8 @@ def _step_added(
     if name == "bias":
         return sums + _summed_to(block, weights(*tile).d_scores)
     captured = name, jnp.broadcast_to(read(name), block)
-    return sums + jnp.asarray(weights(*tile, captured).captured)
+    found = weights(*tile, captured)
+    return sums + jnp.asarray(found.captured)
 
 
 def _summed_to(block: tuple[int, int], d_scores: Array) -> Array:
