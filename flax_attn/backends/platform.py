@@ -53,13 +53,17 @@ def machine(platform: str) -> tuple[str, str | None]:
         >>> machine("A100"), machine("cpu")
         (('gpu', 'a100'), ('cpu', None))
     """
-    platform = platform.lower() if isinstance(platform, str) else platform
+    if isinstance(platform, str):
+        platform = platform.lower()
     _check_no_topology(platform)
     chips = [name for name in CHIPS if name not in PLATFORMS]
-    check_choice("platform", platform, (*PLATFORMS, *chips))
-    if platform not in PLATFORMS:
+    known = *PLATFORMS, *chips
+    check_choice("platform", platform, known)
+    if platform in chips:
         return CHIPS[platform].kind, platform
-    return platform, None if platform in _attached() else USUAL[platform]
+    if platform in _attached():
+        return platform, None
+    return platform, USUAL[platform]
 
 
 def _attached() -> set[str]:

@@ -223,11 +223,12 @@ def _along_both(one: BackwardPass, shape: tuple[int, ...]) -> _AddedForm:
 
 def _along_keys(one: BackwardPass) -> _AddedForm:
     b, n, _, s = one.call.shape
+    sums = jax.ShapeDtypeStruct((b, n, 1, s), SUMS)
     return _AddedForm(
         grid=one.grid("bns"),
         loops=one.grid("t"),
         block=(1, one.tiling.s),
-        output=Operand(jax.ShapeDtypeStruct((b, n, 1, s), SUMS), ("b", "n", "1", "s")),
+        output=Operand(sums, ("b", "n", "1", "s")),
         limits=bounds.of_keys,
     )
 
@@ -252,7 +253,8 @@ def _step_added(
     fixed: None,
     sums: Array,
 ) -> Array:
-    tile = one.scores, read, at, one.rows(read, at), *_read_keys(read, at)
+    keys = _read_keys(read, at)
+    tile = one.scores, read, at, one.rows(read, at), *keys
     if name == "bias":
         return sums + _summed_to(block, weights(*tile).d_scores)
     captured = name, jnp.broadcast_to(read(name), block)
