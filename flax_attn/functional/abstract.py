@@ -29,7 +29,10 @@ def or_abstract(make: Callable[P, R]) -> Callable[P, R]:
     @wraps(make)
     def run(*arguments: P.args, **keywords: P.kwargs) -> R:
         given: dict[Any, Any] = dict(enumerate(arguments)) | keywords
-        abstract = {at: x for at, x in given.items() if isinstance(x, jax.ShapeDtypeStruct)}
+        abstract = {}
+        for at, argument in given.items():
+            if isinstance(argument, jax.ShapeDtypeStruct):
+                abstract[at] = argument
         if not abstract:
             return make(*arguments, **keywords)
 

@@ -55,16 +55,19 @@ def write_tokens(
         >>> write_tokens(jnp.zeros((1, 1, 3, 1)), new, jnp.array([[1, 3]]))[0, 0, :, 0]
         Array([0., 7., 0.], dtype=float32)
     """
-    new = new.astype(cached.dtype)
+    dtype = cached.dtype
+    new = new.astype(dtype)
     if isinstance(slots, int):
         return _from_slot(cached, new, slots)
-    if cached.dtype.itemsize == 2:
+    if dtype.itemsize == 2:
         return _write_16_bits(cached, new, slots)
     return _write(cached, new, slots)
 
 
 def _write(cached: Array, new: Array, slots: Array) -> Array:
-    return _to_one_row(cached, new, slots) if len(new) == 1 else _to_rows(cached, new, slots)
+    if len(new) == 1:
+        return _to_one_row(cached, new, slots)
+    return _to_rows(cached, new, slots)
 
 
 def _from_slot(cached: Array, new: Array, first: int) -> Array:

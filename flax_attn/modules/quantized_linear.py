@@ -91,9 +91,13 @@ class QuantizedLinear(nnx.Module):
 
     def __call__(self, x: Float[Array, "*shape d_in"]) -> Float[Array, "*shape d_out"]:
         check_width("x", x, "d_in", self.d_in)
-        dtype = jnp.result_type(x, self.param_dtype) if self.dtype is None else self.dtype
-        x, kernel = x.astype(dtype), self.kernel[...]
-        check_may_split("QuantizedLinear", mesh_of(x, kernel))
+        kernel = self.kernel[...]
+        mesh = mesh_of(x, kernel)
+        check_may_split("QuantizedLinear", mesh)
+        dtype = self.dtype
+        if dtype is None:
+            dtype = jnp.result_type(x, self.param_dtype)
+        x = x.astype(dtype)
         native = self.dot_general is dot_general
         found = int8_matmul(x, kernel, native=native, precision=self.precision)
         # In the dtype of the sums, whatever the dtypes of the parameters: it is rounded once.
@@ -105,4 +109,5 @@ class QuantizedLinear(nnx.Module):
 
 def _spread(row: Array, x: Array) -> Array:
     """Return a row for each token of `x`, in its dtype."""
-    return jnp.broadcast_to(row.astype(x.dtype), x.shape)
+    row = row.astype(x.dtype)
+    return jnp.broadcast_to(row, x.shape)
