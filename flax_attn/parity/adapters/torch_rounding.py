@@ -56,7 +56,9 @@ class MoreRounding(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:
         """Call an operation, and round what it has written."""
         exact = all(map(_is_exact, _float64([args, kwargs])))
-        found = EXACT.get(func, func)(*args, **(kwargs or {}))
+        exactly: Any = EXACT.get(func)
+        computed = func if exactly is None else exactly
+        found = computed(*args, **(kwargs or {}))
         results = found if isinstance(found, tuple | list) else (found,)
         for result, declared in zip(results, func._schema.returns, strict=False):
             alias = declared.alias_info
