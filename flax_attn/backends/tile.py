@@ -67,11 +67,14 @@ def scores(
         [[1.0, -inf]]
     """
     x = products
-    if bias is not None:
-        hides = bias == -jnp.inf
+    changed = not (soft_cap is None and function is None and more is None)
+    if bias is not None and changed:
         # A cap, a function and NaN would turn the -inf that hides into a number.
+        hides = bias == -jnp.inf
         visible = ~hides if visible is None else ~hides & visible
-        x = x + jnp.where(hides, 0, bias)
+        bias = jnp.where(hides, 0, bias)
+    if bias is not None:
+        x = x + bias
     if soft_cap is not None:
         x = soft_cap * jnp.tanh(x / soft_cap)
     final = x if function is None else function(x)

@@ -134,8 +134,11 @@ def _backward_edges(head: Head, block: _Rows, sums: _KeySums, start: Array) -> _
 
 
 def _backward_rows(head: Head, rows: _Rows, tiles: Sequence[Tile], sums: _KeySums) -> _Carry:
-    carry = sums, jnp.zeros(rows.query.shape, head.sums)
-    return reduce(partial(_backward_step, head, rows), tiles, carry)
+    parts = []
+    for tile in tiles:
+        d_query, sums = _backward_tile(head, rows, tile, sums)
+        parts.append(d_query)
+    return sums, reduce(jnp.add, parts)
 
 
 class _KeySums(NamedTuple):
