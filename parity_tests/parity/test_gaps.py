@@ -54,6 +54,11 @@ ROWS = {
         product([(A, 1.0), (B, -0.5)]),
         ["product exponent: -1 | -0.5"],
     ),
+    "quotient of another base": (
+        product([(A, 1.0), (call("pow", number(10.0), B), -1.0)]),
+        product([(A, 1.0), (C, 1.0)]),
+        ["product base: 1 / pow(10, b) | c"],
+    ),
     "setting": (
         call("conv", A, B, **CONV),
         call("conv", A, B, **{**CONV, "padding": ((1, 1), (1, 1))}),

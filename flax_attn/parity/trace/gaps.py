@@ -174,6 +174,11 @@ def _weighted(flax: Expression, torch: Expression) -> Iterator[Gap]:
                 whole = [Gap("sum", "term", base, other)] if base.number is not None else []
                 yield from whole or gaps(base, other)
                 continue
+            if own != its and base.operation != other.operation:
+                # Nothing in common: an exponent says nothing without its base.
+                whole = _weighed(operation, own, base), _weighed(operation, its, other)
+                yield Gap(operation, "base", *whole, flax.origin, torch.origin)
+                continue
             if own != its:
                 yield Gap(operation, word, number(own, flax.origin), number(its, torch.origin))
             yield from gaps(base, other)
