@@ -39,4 +39,4 @@ def test_both_faults_have_a_name(monkeypatch):
     assert split.startswith(f"{attentions}: the same numbers are laid out differently")
     assert second == f"blocks.0.norm2 (also blocks.1.norm2): {norms}"
     assert last == f"norm: {norms}"
-    assert "vit_port.py:21" in str(report.difference)
+    assert "vit_port.py:22, 21" in str(report.difference)
