@@ -100,9 +100,10 @@ class QuantizedLinear(nnx.Module):
         x = x.astype(dtype)
         native = self.dot_general is dot_general
         found = int8_matmul(x, kernel, native=native, precision=self.precision)
-        # In the dtype of the sums, whatever the dtypes of the parameters: it is rounded once.
+        # The scale of a column multiplies its sum, not each of its numbers.
         found *= _spread(self.scale[...], found)
         if self.bias is not None:
+            # Added before the one rounding of the result.
             found += _spread(self.bias[...], found)
         return found.astype(dtype)
 
