@@ -71,5 +71,5 @@ def test_attention_lands_on_a_kernel(library, dtype, target):
         assert entry.backend == expected, name
         assert len(CALLS[expected].findall(program)) >= least, name
         assert not ALL_SCORES.search(program), name
-        # As it is, it has all scores in memory, or asks for cuDNN itself, as Keras does in bfloat16.
+        # As it is, it has all scores in memory; Keras asks for cuDNN itself in bfloat16.
         assert ALL_SCORES.search(without) or CALLS["cudnn"].search(without), name
