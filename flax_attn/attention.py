@@ -178,11 +178,11 @@ def _attend(call: Call, backend: str, return_weights: bool) -> tuple[Array, Arra
     else:
         chosen = choose(call, backend)
         if return_weights and chosen.name == "reference":
-            return reference.with_weights(call.without_nonfinite_sinks())
+            return reference.with_weights(call)
         output = derivatives.attend(chosen, call)
     if not return_weights:
         return output, None
-    _, weights = reference.with_weights(call.without_nonfinite_sinks())
+    _, weights = reference.with_weights(call)
     return output, weights
 
 

@@ -7,7 +7,7 @@ derivative of the formula, which holds all scores. So are all derivatives beyond
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -101,7 +101,7 @@ def _with(call: Call, floats: Floats) -> Call:
 
 
 def _formula(call: Call, floats: Floats) -> Array:
-    return with_weights(_with(call, floats).without_nonfinite_sinks())[0]
+    return with_weights(_with(call, floats))[0]
 
 
 def _by_formula(*leaves: Any, structure: Any) -> Array:
@@ -144,26 +144,19 @@ def _first_change(structure: Any) -> int:
     return structure.num_leaves - changes.num_leaves
 
 
-def jvp_of_some(
-    function: Callable[..., Array], values: Sequence[Any], tangents: Sequence[Any], moves: list[int]
-) -> Array:
-    """Return the change of a function for changes of those of its arguments that move."""
-    given, changes = ([every[i] for i in moves] for every in (values, tangents))
-    moved = partial(_with_moved, function, values, moves)
-    return jax.jvp(moved, given, changes)[1]
-
-
-def _with_moved(
-    function: Callable[..., Array], values: Sequence[Any], moves: list[int], *floats: Array
-) -> Array:
-    found = dict(zip(moves, floats, strict=True))
-    return function(*(found.get(i, x) for i, x in enumerate(values)))
-
-
 def _jvp(primals, tangents, **options):
     moves = [i for i, tangent in enumerate(tangents) if _moves(tangent)]
+
+    def moved(*floats):
+        leaves = list(primals)
+        for i, x in zip(moves, floats, strict=True):
+            leaves[i] = x
+        return _evaluate(*leaves, **options)
+
+    given = [primals[i] for i in moves]
+    changes = [tangents[i] for i in moves]
     output = _tangent.bind(*primals, **options)
-    return output, jvp_of_some(partial(_evaluate, **options), primals, tangents, moves)
+    return output, jax.jvp(moved, given, changes)[1]
 
 
 def _moves(tangent: Any) -> bool:

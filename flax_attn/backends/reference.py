@@ -28,6 +28,7 @@ class Reference(Backend):
     honours = OPTIONS
     typed = True
     every_mode = True
+    any_sinks = True
     nonfinite = "in the formula: NaN is added to the scores of the rows that see one"
 
     def preferred(self, call: Call) -> bool:
@@ -60,6 +61,7 @@ class Reference(Backend):
 
 def with_weights(call: Call) -> tuple[Array, Array]:
     """Return the output, and the weights `(b, n, t, s)` that were applied to the values."""
+    call = call.without_nonfinite_sinks()
     arguments = {
         one.name: getattr(call, one.name) for one in fields(call) if one.name != "platform"
     }

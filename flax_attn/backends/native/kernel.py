@@ -85,13 +85,6 @@ def _output_dtype(call: Call, differentiated: bool) -> jnp.dtype:
     return jnp.dtype(jnp.float32) if differentiated else call.query.dtype
 
 
-def _pulled_back(call: Call, floats: Floats, cotangent: Array) -> Floats:
-    """Return the gradients as the formula gives them."""
-    _, pull = jax.vjp(partial(_formula, call), floats)
-    (found,) = pull(cotangent)
-    return found
-
-
 def _floats(call: Call) -> Floats:
     # A scale is known before tracing, and has no gradient.
     return call.floats._replace(scale=None)
