@@ -7,8 +7,7 @@ from functools import partial
 from typing import Any
 
 from flax_attn.everywhere import reports
-from flax_attn.everywhere.context import in_use
-from flax_attn.everywhere.dispatch import PLACE
+from flax_attn.everywhere.dispatch import PLACE, leave_alone
 
 # Their functions are counted, or left alone, where they are called.
 _KNOWN = ("flax", "flax_attn")
@@ -29,8 +28,5 @@ def note(function: Any) -> None:
         return
     name = getattr(function, "__qualname__", type(function).__name__)
     reason = f"attention_fn={name} is not Flax's; pass attention_fn=flax_attn.adapters.flax"
-    place = PLACE.get()
     # Whether it calls Flax's attention is known after its call only.
-    if in_use().strict:
-        raise ValueError(f"{place} is left alone: {reason}, or strict=False to let it run")
-    reports.add_left_alone(place, reason)
+    leave_alone(PLACE.get(), reason, remedy=", or strict=False to let it run")

@@ -45,6 +45,17 @@ def _module(frame: FrameType) -> str:
     return frame.f_globals.get("__name__", "")
 
 
+def leave_alone(place: str, reason: str, remedy: str) -> None:
+    """Count a call that its library computes.
+
+    Raises:
+        ValueError: under `strict=True`.
+    """
+    if in_use().strict:
+        raise ValueError(f"{place} is left alone: {reason}{remedy}")
+    reports.add_left_alone(place, reason)
+
+
 def dispatch(target: str, place: Place, original: Callable, *args: Any, **kwargs: Any) -> Any:
     """Return what the replacement of a place returns, or the original where it takes no such call.
 
@@ -59,13 +70,13 @@ def dispatch(target: str, place: Place, original: Callable, *args: Any, **kwargs
             return place.replacement(original, *args, **kwargs)
     except LeftAlone as found:
         reason = str(found)
-    if settings.strict:
-        raise ValueError(
-            f"{place.name} is left alone: {reason}. Change the call. If the original accepts it,"
-            f" leave {target!r} out of the targets, or pass strict=False, and the original runs"
-        )
     # Outside of the handler, so that an error of the original shows no other as its context.
-    reports.add_left_alone(place.name, reason)
+    leave_alone(
+        place.name,
+        reason,
+        remedy=f". Change the call. If the original accepts it, leave {target!r} out of the"
+        " targets, or pass strict=False, and the original runs",
+    )
     token = _IN_ORIGINAL.set(True)
     try:
         return original(*args, **kwargs)
