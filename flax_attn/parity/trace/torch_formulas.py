@@ -75,7 +75,9 @@ def _var_mean(x: Any, dim: Any = None, *, correction: Any = None, keepdim: bool 
     variance = squares / (count - (1 if correction is None else correction))
     if keepdim:
         return variance, mean
-    shape = [size for axis, size in enumerate(x.shape) if axis not in {a % x.ndim for a in axes}]
+    # Negative axes count from the last.
+    summed = {axis % x.ndim for axis in axes}
+    shape = [size for axis, size in enumerate(x.shape) if axis not in summed]
     return variance.reshape(shape), mean.reshape(shape)
 
 
