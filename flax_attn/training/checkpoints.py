@@ -108,7 +108,7 @@ class Checkpoints:
         _check_json(extra)
         arrays = _arrays(model=model, optimizer=optimizer)
         args = ocp.args.Composite(
-            arrays=ocp.args.StandardSave(arrays), extra=ocp.args.JsonSave(extra)
+            arrays=ocp.args.PyTreeSave(arrays), extra=ocp.args.JsonSave(extra)
         )
         self.wait()
         # The lock is given back by the thread, when all is written, and not at the end of `with`.
@@ -124,21 +124,31 @@ class Checkpoints:
             saving.start()
             self._saving = saving
 
-    def restore(self, model: nnx.Module, optimizer: nnx.Optimizer) -> tuple[int, dict[str, Any]]:
+    def restore(
+        self, model: nnx.Module, optimizer: nnx.Optimizer | None = None
+    ) -> tuple[int, dict[str, Any]]:
         """Write the last complete checkpoint into model and optimizer, all of it or nothing.
-
-        Returns:
-            Its step, and the other values saved with it.
 
         If it is deleted while it is read, because newer ones were saved, the last one is read
         instead.
+
+        Args:
+            model: model built as in the run.
+            optimizer: optimizer built as in the run; None leaves its state unread, as for
+                evaluation.
+
+        Returns:
+            Its step, and the other values saved with it.
 
         Raises:
             ValueError: if there is no checkpoint, it cannot be read, or it is of another model or
                 optimizer, with a line for each array that is missing, unexpected, or of another
                 shape or dtype.
         """
-        wanted = jax.tree.map(_abstract, _arrays(model=model, optimizer=optimizer))
+        nodes: dict[str, Any] = {"model": model}
+        if optimizer is not None:
+            nodes["optimizer"] = optimizer
+        wanted = jax.tree.map(_abstract, _arrays(**nodes))
         # Others may delete what is being read, and have then saved a newer one.
         while True:
             step = self.latest
@@ -150,7 +160,9 @@ class Checkpoints:
             problems, found, failure = [], None, None
             try:
                 with _without_pages():
-                    problems = self._differences(step, wanted)
+                    saved = self._saved(step)
+                    unread = {} if optimizer is not None else _of_node("optimizer", saved)
+                    problems = _differences(saved, wanted | unread)
                     found = None if problems else self._read(step, wanted)
             except Exception as error:  # of many kinds, of Orbax and TensorStore
                 failure = _first_line(error)
@@ -166,7 +178,7 @@ class Checkpoints:
                 f"the checkpoint of step {step} in {self.folder} is of another model or optimizer."
                 " Build both as the run did:\n  " + "\n  ".join(problems)
             )
-        _write(found.arrays, model=model, optimizer=optimizer)
+        _write(found.arrays, **nodes)
         return step, found.extra
 
     def wait(self) -> None:
@@ -182,7 +194,7 @@ class Checkpoints:
         self._manager.close()
 
     def _open(self, options: ocp.CheckpointManagerOptions) -> ocp.CheckpointManager:
-        handlers = {"arrays": ocp.StandardCheckpointHandler(), "extra": ocp.JsonCheckpointHandler()}
+        handlers = {"arrays": ocp.PyTreeCheckpointHandler(), "extra": ocp.JsonCheckpointHandler()}
         while True:
             try:
                 return ocp.CheckpointManager(self.folder, options=options, item_handlers=handlers)
@@ -219,22 +231,19 @@ class Checkpoints:
                 f" step {latest}. Restore it first, or save into another folder"
             )
 
-    def _read(self, step: int, wanted: dict[str, jax.ShapeDtypeStruct]) -> Any:
-        items = {"arrays": ocp.args.StandardRestore(wanted), "extra": ocp.args.JsonRestore()}
-        return self._manager.restore(step, args=ocp.args.Composite(**items))
+    def _saved(self, step: int) -> dict[str, Any]:
+        """Return shape and dtype of each array of a checkpoint, by its dotted path."""
+        return self._manager.item_metadata(step).arrays.tree
 
-    def _differences(self, step: int, wanted: dict[str, jax.ShapeDtypeStruct]) -> list[str]:
-        """Return a line for each array in which a checkpoint is not what is wanted."""
-        metadata = self._manager.item_metadata(step)
-        there = metadata.arrays.tree
-        names = there.keys() | wanted.keys()
-        lines = []
-        for name in sorted(names):
-            saved = _describe(there, name)
-            ours = _describe(wanted, name)
-            if saved != ours:
-                lines.append(f"{name}: {saved} is saved, {ours} is wanted")
-        return lines
+    def _read(self, step: int, wanted: dict[str, Any]) -> Any:
+        # What is not wanted has been found to be of the optimizer, and is not read.
+        arrays = ocp.args.PyTreeRestore(
+            wanted,
+            restore_args=ocp.checkpoint_utils.construct_restore_args(wanted),
+            partial_restore=True,
+        )
+        items = ocp.args.Composite(arrays=arrays, extra=ocp.args.JsonRestore())
+        return self._manager.restore(step, args=items)
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -327,6 +336,22 @@ def _write(arrays: dict[str, Array], **nodes: Any) -> None:
             variable.set_value(array)
         # At once: a module is as it was, or as it was saved.
         nnx.update(module, state)
+
+
+def _differences(saved: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
+    """Return a line for each array in which a checkpoint is not what is wanted."""
+    lines = []
+    for name in sorted(saved.keys() | wanted.keys()):
+        there = _describe(saved, name)
+        ours = _describe(wanted, name)
+        if there != ours:
+            lines.append(f"{name}: {there} is saved, {ours} is wanted")
+    return lines
+
+
+def _of_node(node: str, arrays: dict[str, Any]) -> dict[str, Any]:
+    """Return the arrays of `model` or of `optimizer`."""
+    return {name: array for name, array in arrays.items() if name.startswith(f"{node}.")}
 
 
 def _dotted(node: str, path: tuple[Any, ...]) -> str:

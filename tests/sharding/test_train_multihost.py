@@ -39,7 +39,7 @@ steps = iter([training.train_step] * 3)
 if where == "step":
     training.train_step = lambda *call: next(steps, end)(*call)
 else:
-    ocp.StandardCheckpointHandler.finalize = end
+    ocp.PyTreeCheckpointHandler.finalize = end
 sys.argv[0] = FILE
 runpy.run_path(sys.argv[0], run_name="__main__")
 """.replace("FILE", repr(str(FILE)))

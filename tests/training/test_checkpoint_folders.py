@@ -38,7 +38,7 @@ def steps(folder):
 def held_back(monkeypatch):
     """Two events: a save is in the middle, and it may go on."""
     finalize, reached, go_on = (
-        ocp.StandardCheckpointHandler.finalize,
+        ocp.PyTreeCheckpointHandler.finalize,
         threading.Event(),
         threading.Event(),
     )
@@ -48,7 +48,7 @@ def held_back(monkeypatch):
         assert go_on.wait(60)
         finalize(self, directory)
 
-    monkeypatch.setattr(ocp.StandardCheckpointHandler, "finalize", slow)
+    monkeypatch.setattr(ocp.PyTreeCheckpointHandler, "finalize", slow)
     yield reached, go_on
     go_on.set()
 
@@ -130,23 +130,23 @@ def test_a_save_that_failed_keeps_no_one_out(tmp_path, monkeypatch):
         raise OSError("no space left")
 
     with monkeypatch.context() as patch:
-        patch.setattr(ocp.StandardCheckpointHandler, "finalize", fail)
+        patch.setattr(ocp.PyTreeCheckpointHandler, "finalize", fail)
         with pytest.raises(OSError, match="no space left"):
             saved(tmp_path, 1)
     saved(tmp_path, 1)
     assert steps(tmp_path) == [1]
 
 
-@pytest.mark.parametrize("at", ["_differences", "_read"])
+@pytest.mark.parametrize("at", ["_saved", "_read"])
 def test_a_checkpoint_that_is_deleted_while_it_is_read(at, tmp_path, monkeypatch):
     saved(tmp_path, 1)
     before = getattr(Checkpoints, at)
 
-    def late(self, step, wanted):
+    def late(self, step, *wanted):
         if step == 1:
             saved(tmp_path, 2)
             shutil.rmtree(tmp_path / "1")
-        return before(self, step, wanted)
+        return before(self, step, *wanted)
 
     monkeypatch.setattr(Checkpoints, at, late)
     model, optimizer = build()

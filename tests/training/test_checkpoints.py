@@ -69,7 +69,7 @@ def tell(line):
 
 
 def hang_in_the_third_save():
-    finalize, calls = ocp.StandardCheckpointHandler.finalize, []
+    finalize, calls = ocp.PyTreeCheckpointHandler.finalize, []
 
     def slow(self, directory):
         calls.append(directory)
@@ -78,7 +78,7 @@ def hang_in_the_third_save():
             time.sleep(600)
         finalize(self, directory)
 
-    ocp.StandardCheckpointHandler.finalize = slow
+    ocp.PyTreeCheckpointHandler.finalize = slow
 
 
 def killed(folder, at):
@@ -168,7 +168,7 @@ def test_a_save_that_failed_is_heard_of(tmp_path, monkeypatch):
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(1, model, optimizer)
     checkpoints.wait()
-    monkeypatch.setattr(ocp.StandardCheckpointHandler, "finalize", fail)
+    monkeypatch.setattr(ocp.PyTreeCheckpointHandler, "finalize", fail)
     checkpoints.save(2, model, optimizer)
     with pytest.raises(OSError, match="no space left"):
         checkpoints.save(3, model, optimizer)
@@ -223,6 +223,34 @@ def test_a_checkpoint_of_another_run(tmp_path):
         "  optimizer.opt_state.0.nu.tok_emb.embedding: float32[11, 8] is saved, nothing is wanted"
         in lines
     )
+
+
+def test_a_model_is_restored_without_the_optimizer(tmp_path, monkeypatch):
+    with Checkpoints(tmp_path) as checkpoints:
+        model, optimizer = build(seed=3)
+        take_step(model, optimizer, TOKENS[0])
+        checkpoints.save(4, model, optimizer, read=[1])
+        evaluated, untouched = build(seed=5)
+        before = arrays((), untouched)
+        read = []
+        restore = checkpoints._manager.restore
+
+        def note(step, args):
+            found = restore(step, args=args)
+            read.extend(found.arrays)
+            return found
+
+        monkeypatch.setattr(checkpoints._manager, "restore", note)
+        assert checkpoints.restore(evaluated) == (4, {"read": [1]})
+        with pytest.raises(ValueError, match=r"another model or optimizer.*\n  model\."):
+            checkpoints.restore(build(d_model=6)[0])
+    assert read
+    assert all(name.startswith("model.") for name in read)
+    expected = arrays(model, ())
+    for name, array in arrays(evaluated, ()).items():
+        np.testing.assert_array_equal(array, expected[name], err_msg=name)
+    for name, array in arrays((), untouched).items():
+        np.testing.assert_array_equal(array, before[name], err_msg=name)
 
 
 def test_the_lines_name_both_shapes_and_dtypes(tmp_path):
