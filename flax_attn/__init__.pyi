@@ -59,6 +59,7 @@ from .modules.short_convolution import ShortConvolution
 from .modules.simplified import SimplifiedSelfAttention
 from .modules.work import Work
 from .sharding.explain import explain
+from .sharding.explain_calls import explain_calls
 
 __version__: str
 
@@ -131,6 +132,7 @@ __all__ = [
     "dot_product_attention",
     "everywhere",
     "explain",
+    "explain_calls",
     "from_pretrained",
     "gated_delta_rule",
     "generate",

@@ -10,9 +10,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from attn_spec.other_libraries import ASKS_NOTHING, OF_FUNCTIONS, names_remedies
-from flax_attn.backends import counted, derivatives, reference
+from flax_attn.backends import derivatives, reference
 from flax_attn.backends.call import Call, prepare
 from flax_attn.backends.choose import choose
+from flax_attn.backends.interception import current_interceptor
 from flax_attn.functional.cache_base import Cache
 from flax_attn.functional.dropout import KeyedDropout
 from flax_attn.functional.masks import Mask, as_mask
@@ -171,8 +172,9 @@ _INPUTS = ("query", "key", "value")
 
 def _attend(call: Call, backend: str, return_weights: bool) -> tuple[Array, Array | None]:
     division = divide(call, backend)
-    if counted.is_counting():
-        output = counted.attend(call)
+    interceptor = current_interceptor()
+    if interceptor is not None:
+        output = interceptor(call, backend)
     elif division is not None:
         output = sharded.attend(division, call, Kernel(backend))
     else:

@@ -5,9 +5,8 @@ Only `flax-attn plan` traces them: a kernel's program does not tell its operatio
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from jax.core import ShapedArray
@@ -16,31 +15,19 @@ from jax.interpreters import batching
 from jaxtyping import Array
 
 from flax_attn.backends.call import Call
+from flax_attn.backends.interception import intercepted
 from flax_attn.backends.work import pairs_in_band, products
-
-_counts: ContextVar[bool] = ContextVar("_counts", default=False)
 
 # Its option `flops` holds the operations of the call. It is traced, and never run.
 COUNTED = Primitive("counted_attention")
 
 
-@contextmanager
-def counting() -> Iterator[None]:
+def counting() -> AbstractContextManager[None]:
     """Let the attention calls that are traced in this context be equations of `COUNTED`."""
-    token = _counts.set(True)
-    try:
-        yield
-    finally:
-        _counts.reset(token)
+    return intercepted(_count)
 
 
-def is_counting() -> bool:
-    """Return whether calls are counted in this context."""
-    return _counts.get()
-
-
-def attend(call: Call) -> Array:
-    """Return an output of the right shape and dtype."""
+def _count(call: Call, backend: str) -> Array:
     flops = products(call, pairs_in_band(call))
     return COUNTED.bind(call.query, call.value, flops=flops)
 

@@ -145,7 +145,7 @@ def explain(
         "platform": platform,
     }
     # Read here, where the values of a mask of 0 and 1 are known.
-    if not _is_abstract(mask):
+    if not is_abstract(mask):
         mask = as_mask(mask)
     arrays = {"query": query, "key": key, "value": value, "bias": bias}
     arrays = {name: _known(name, x) for name, x in arrays.items()}
@@ -154,7 +154,7 @@ def explain(
     of_mask = len(leaves) - len(jax.tree.leaves(mask))
     traced = {}
     for i, leaf in enumerate(leaves):
-        if _is_abstract(leaf) or (i < of_mask and isinstance(leaf, jax.Array)):
+        if is_abstract(leaf) or (i < of_mask and isinstance(leaf, jax.Array)):
             traced[i] = leaf
     found = []
 
@@ -162,7 +162,7 @@ def explain(
         own = [traced.get(i, leaf) for i, leaf in enumerate(leaves)]
         arguments, mask = structure.unflatten(own)
         call = prepare(**arguments, mask=mask)
-        found.append(_on_devices(call, backend))
+        found.append(on_devices(call, backend))
 
     # An explanation is no array: it leaves the trace beside it.
     with asked_about(chip):
@@ -177,12 +177,13 @@ def _known(name: str, x: Any) -> Any:
         raise ValueError(
             "explain takes the arrays of a call, query (b, t, n, h), key and value, and no layer;"
             f" got {type(x).__name__} as {name}. Pass arrays, or jax.ShapeDtypeStruct of their"
-            " shapes"
+            " shapes; flax_attn.explain_calls takes a layer"
         )
-    return x if _is_abstract(x) else as_argument(name, x)
+    return x if is_abstract(x) else as_argument(name, x)
 
 
-def _is_abstract(x: Any) -> bool:
+def is_abstract(x: Any) -> bool:
+    """Return whether of an array shape and dtype alone are known."""
     return isinstance(x, jax.ShapeDtypeStruct)
 
 
@@ -203,7 +204,7 @@ def _lines(division: Division | None) -> list[str]:
     return [f"on each device: {parts}; {strategy}: {division.reason}"]
 
 
-def _on_devices(call: Call, backend: str) -> Explanation:
+def on_devices(call: Call, backend: str) -> Explanation:
     """Return the explanation of a call on one device, or of its part on each device of a mesh."""
     division = divide(call, backend)
     if division is None:
@@ -228,7 +229,7 @@ class _Explainer(Kernel):
 
     def attend(self, call: Call) -> Array:
         self.found.append(_explain(call, self.backend))
-        return _nothing(call)
+        return without_values(call)
 
     def attend_pieces(self, route: Route, shard: Shard, over: tuple[str, ...] = ()) -> Array:
         call = shard.as_call()
@@ -236,7 +237,7 @@ class _Explainer(Kernel):
         chosen = for_parts(call)
         memory = {chosen.name: chosen.memory(call)}
         self.found.append(Explanation(chosen.name, call.platform, refusals, memory, ()))
-        return _nothing(call)
+        return without_values(call)
 
 
 def _refusal_in_parts(name: str, call: Call) -> str | None:
@@ -246,7 +247,8 @@ def _refusal_in_parts(name: str, call: Call) -> str | None:
     return f"{name} attends to all keys at once, and here they lie on several devices"
 
 
-def _nothing(call: Call) -> Array:
+def without_values(call: Call) -> Array:
+    """Return zeros in the place of the output of a call."""
     *rows, _ = call.query.shape
     return jnp.zeros((*rows, call.value.shape[3]), call.query.dtype)
 
