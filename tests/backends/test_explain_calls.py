@@ -46,10 +46,10 @@ def test_a_backend_that_is_named_and_refuses_is_nothing():
     assert str(call).startswith("nothing: query")
 
 
-@pytest.mark.parametrize("compile", [jax.jit, nnx.jit], ids=["jax", "nnx"])
+@pytest.mark.parametrize("compiled", [jax.jit, nnx.jit], ids=["jax", "nnx"])
 @pytest.mark.usefixtures("no_shape_checks")
-def test_what_is_compiled_inside_is_traced_for_the_question_alone(compile):
-    @compile
+def test_what_is_compiled_inside_is_traced_for_the_question_alone(compiled):
+    @compiled
     def attend(x):
         return dot_product_attention(x, x, x)
 
