@@ -158,16 +158,14 @@ def attend(
     call = prepare(query, key, value, bias, mask, **what, **numerics)
     # Read after the checks: before them it may be no array.
     unbatched = query.ndim == 3
-    named = {name: checkpoint_name(getattr(call, name), name) for name in _INPUTS}
+    inputs = "query", "key", "value"
+    named = {name: checkpoint_name(getattr(call, name), name) for name in inputs}
     output, weights = _attend(replace(call, **named), backend, return_weights)
     output = checkpoint_name(output, "context")
     # One sequence was a batch of one.
     if unbatched:
         output, weights = output[0], None if weights is None else weights[0]
     return Outputs(output, weights)
-
-
-_INPUTS = ("query", "key", "value")
 
 
 def _attend(call: Call, backend: str, return_weights: bool) -> tuple[Array, Array | None]:

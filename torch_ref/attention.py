@@ -96,6 +96,9 @@ def dot_product_attention(
         >>> x = torch.ones((2, 5, 4, 8))
         >>> dot_product_attention(x, x, x, mask=Mask.causal()).shape
         torch.Size([2, 5, 4, 8])
+
+    References:
+        Vaswani et al. 2017 (arXiv:1706.03762); Ainslie et al. 2023 (arXiv:2305.13245).
     """
     # All but `return_weights`, which `attend` alone takes.
     options: AttentionOptions = {
