@@ -23,6 +23,7 @@ from attn_spec.attention_checks import (
 )
 from attn_spec.checks import check_type
 from flax_attn.backends.platform import platform_of
+from flax_attn.functional.abstract import check_has_values
 from flax_attn.functional.dropout import KeyedDropout
 from flax_attn.functional.dtypes import accumulation_dtype
 from flax_attn.functional.masks import Mask, as_mask
@@ -220,6 +221,7 @@ def prepare(
     bias = None if bias is None else _as_bias(bias, shape)
     scale = h**-0.5 if scale is None else _as_scale(scale, dtype)
     mask = as_mask(mask) & Mask.causal() if is_causal else as_mask(mask)
+    check_has_values("mask", mask)
     return Call(
         query=query,
         key=key,

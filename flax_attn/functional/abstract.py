@@ -45,3 +45,17 @@ def or_abstract(make: Callable[P, R]) -> Callable[P, R]:
         return jax.eval_shape(trace, abstract)
 
     return run
+
+
+def check_has_values(name: str, tree: object) -> None:
+    """Raise for `jax.ShapeDtypeStruct` in the place of an array.
+
+    Raises:
+        ValueError: if there is one.
+    """
+    for leaf in jax.tree.leaves(tree):
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            raise ValueError(
+                f"a call computes with arrays; got a {name} of a shape alone, {leaf}. Pass an"
+                " array, or ask flax_attn.explain, which takes shapes"
+            )

@@ -423,6 +423,20 @@ def test_what_is_no_array_is_not_explained(kind):
         explain(thing, x, x)
 
 
+@pytest.mark.parametrize(
+    "mask",
+    [Mask.lengths(key=shape(2, dtype=jnp.int32)), Mask.dense(shape(3, 3, dtype=bool))],
+    ids=["lengths", "dense"],
+)
+def test_a_mask_of_shapes_is_for_a_question_alone(mask):
+    x = jnp.ones((2, 3, 4, 8))
+    assert explain(x, x, x, mask=mask).backend
+    with pytest.raises(
+        ValueError, match=r"got a mask of a shape alone, ShapeDtypeStruct\(.*explain"
+    ):
+        dot_product_attention(x, x, x, mask=mask)
+
+
 @pytest.mark.usefixtures("no_shape_checks")
 def test_what_no_call_may_be_is_an_error_in_every_backend():
     x, other = jnp.ones((2, 3, 4, 5)), jnp.ones((2, 3, 4, 6))
