@@ -134,7 +134,7 @@ test-tpu: .venv-tpu/installed
 	KERAS_BACKEND=jax PYTHONPATH=. .venv-tpu/bin/python -m pytest -ra tests/backends/test_fused_compiled.py tests/everywhere/test_compiled.py $(ARGS)
 
 # Folders whose lines hold one idea each; the others are still to be written so.
-READABLE := attn_spec tools $(addprefix torch_ref/, attention.py functional models modules) $(addprefix flax_attn/, aot backends bench cli convert device everywhere functional models modules native plan proof sharding training) $(addprefix flax_attn/parity/, report checks.py compare.py lower_dtype.py pair_modules.py programs.py)
+READABLE := attn_spec tools $(addprefix torch_ref/, attention.py functional models modules) $(addprefix flax_attn/, aot backends bench cli convert device everywhere functional models modules native plan proof sharding training) $(addprefix flax_attn/parity/, adapters report checks.py compare.py lower_dtype.py mutants.py pair_modules.py programs.py)
 
 lint: .venv/installed
 	$(BIN)/ruff format --check

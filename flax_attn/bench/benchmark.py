@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from flax_attn.backends.call import Unsupported
 from flax_attn.bench import timing
 from flax_attn.bench.agreement import excess_error, reference
-from flax_attn.bench.implementation import Implementation, Prepared
+from flax_attn.bench.implementation import Implementation, PreparedCall
 from flax_attn.bench.workload import Workload
 
 GIB = 2**30
@@ -124,7 +124,7 @@ def measure(
 
 def _prepare(
     implementation: Implementation, row: Measurement, benchmark: Benchmark
-) -> tuple[Prepared, Measurement]:
+) -> tuple[PreparedCall, Measurement]:
     # A rival that is missing is named once, and costs the run nothing.
     if importlib.util.find_spec(implementation.package) is None:
         raise NotTimed("not installed", f"pip install {implementation.package}")
@@ -144,7 +144,7 @@ def _prepare(
     return prepared, row
 
 
-def _compare(prepared: Prepared, row: Measurement) -> tuple[Measurement, float]:
+def _compare(prepared: PreparedCall, row: Measurement) -> tuple[Measurement, float]:
     """Return the measurement with its error, and the seconds of a warm call."""
     results = []
 

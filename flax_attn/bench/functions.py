@@ -14,7 +14,7 @@ from flax_attn.attention import dot_product_attention
 from flax_attn.bench.implementation import (
     Arrays,
     Implementation,
-    Prepared,
+    PreparedCall,
     as_float64,
     prepare_jax,
     prepare_torch,
@@ -145,7 +145,7 @@ def _pick(x: Any, work: Workload, layout: str) -> Any:
 def _in_jax(
     name: str, attend: Callable[..., Any], layout: str = JAX_LAYOUT, package: str = "jax"
 ) -> Implementation:
-    def prepare(work: Workload) -> Prepared:
+    def prepare(work: Workload) -> PreparedCall:
         arguments = tuple(rearrange(x, f"{JAX_LAYOUT} -> {layout}") for x in inputs(work))
         return prepare_jax(lambda *x: attend(work, *x), arguments, work, _at_probe(work, layout))
 
@@ -164,8 +164,8 @@ def _attnax(work: Workload, query: jax.Array, key: jax.Array, value: jax.Array) 
     return attnax.flash_attention(query, key, value, mask=attnax.make_causal_mask(work.t))
 
 
-def _torch_sdpa(kernel: str | None = None) -> Callable[[Workload], Prepared]:
-    def prepare(work: Workload) -> Prepared:
+def _torch_sdpa(kernel: str | None = None) -> Callable[[Workload], PreparedCall]:
+    def prepare(work: Workload) -> PreparedCall:
         from torch.nn.attention import SDPBackend, sdpa_kernel
         from torch.nn.functional import scaled_dot_product_attention
 

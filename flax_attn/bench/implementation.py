@@ -21,7 +21,7 @@ Arrays = dict[str, np.ndarray]
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedCall:
     """An implementation with its inputs in place, not yet run.
 
     It is compiled already if it compiles ahead of time.
@@ -50,13 +50,13 @@ class Implementation:
     """
 
     name: str
-    prepare: Callable[[Workload], Prepared]
+    prepare: Callable[[Workload], PreparedCall]
     package: str = "jax"
 
 
 def prepare_jax(
     compute: Callable[..., Any], arguments: tuple, work: Workload, named: Callable[[Any], Any]
-) -> Prepared:
+) -> PreparedCall:
     """Compile `compute(*arguments[:-1])` and its gradients, if any, ahead of time.
 
     The cotangent is `arguments[-1]`.
@@ -78,12 +78,12 @@ def prepare_jax(
             result = wait(compiled(*arguments))
         return jax.block_until_ready(result)
 
-    return Prepared(run, named, seconds, None if memory is None else memory.temp_size_in_bytes)
+    return PreparedCall(run, named, seconds, None if memory is None else memory.temp_size_in_bytes)
 
 
 def prepare_torch(
     compute: Callable[..., Any], inputs: list, leaves: list, work: Workload, named: Callable
-) -> Prepared:
+) -> PreparedCall:
     """Prepare `compute(*inputs[:-1])` and the gradients of `leaves`, the cotangent `inputs[-1]`."""
     import torch
 
@@ -107,7 +107,7 @@ def prepare_torch(
             torch.cuda.synchronize()
         return result
 
-    return Prepared(run, named)
+    return PreparedCall(run, named)
 
 
 def torch_tensor(array: np.ndarray) -> torch.Tensor:

@@ -15,7 +15,7 @@ from flax_attn import convert
 from flax_attn.bench.implementation import (
     Arrays,
     Implementation,
-    Prepared,
+    PreparedCall,
     as_float64,
     prepare_jax,
     prepare_torch,
@@ -101,18 +101,18 @@ def _as_function(
 
 def _prepare(
     work: Workload, layer: nnx.Module, call: Callable[..., Any], common: Callable | None = None
-) -> Prepared:
+) -> PreparedCall:
     compute, params, named = _as_function(layer, call, work.dtype, common)
     return prepare_jax(compute, (params, *inputs(work)), work, named)
 
 
-def _prepare_ours(backend: str, work: Workload) -> Prepared:
+def _prepare_ours(backend: str, work: Workload) -> PreparedCall:
     return _prepare(work, _ours(work, backend), lambda layer, x: layer(x))
 
 
 def _prepare_like(
     work: Workload, layer: nnx.Module, layout: str | Layout, call: Callable[..., Any]
-) -> Prepared:
+) -> PreparedCall:
     """Prepare a layer whose parameters are those of ours in a layout."""
     ours = _ours(work, "auto")
     parameters = _parameters(layer)
@@ -135,12 +135,12 @@ def _parameters(layer: nnx.Module) -> dict[str, nnx.Param]:
     return {".".join(map(str, path)): node for path, node in found}
 
 
-def _prepare_nnx(work: Workload) -> Prepared:
+def _prepare_nnx(work: Workload) -> PreparedCall:
     layer = nnx.MultiHeadAttention(work.n, work.n * work.h, decode=False, rngs=nnx.Rngs(0))
     return _prepare_like(work, layer, "flax", lambda layer, x: layer(x, is_causal=True))
 
 
-def _prepare_attnax(work: Workload) -> Prepared:
+def _prepare_attnax(work: Workload) -> PreparedCall:
     import attnax  # pyright: ignore[reportMissingImports]
 
     layer = attnax.MultiHeadAttention(nnx.Rngs(0), num_heads=work.n, in_features=work.n * work.h)
@@ -149,7 +149,7 @@ def _prepare_attnax(work: Workload) -> Prepared:
     )
 
 
-def _prepare_torch(work: Workload) -> Prepared:
+def _prepare_torch(work: Workload) -> PreparedCall:
     import torch
 
     x, cotangent = (torch_tensor(x) for x in inputs(work))

@@ -93,7 +93,7 @@ def attend(
 
 def _count(query: Array, key: Array, found: Explanation, asked: str) -> None:
     shapes = f"q{list(query.shape)} k{list(key.shape)} {query.dtype}"
-    entry = reports.Entry(
+    entry = reports.ReportedCall(
         line=reports.user_place(),
         place=PLACE.get(),
         asked=f"{shapes}, {asked}" if asked else shapes,

@@ -26,7 +26,7 @@ _COMPILED, _PLACED = {"jit", "pjit"}, {"sharding_constraint", "reshard"}
 
 
 @dataclass(frozen=True)
-class Step:
+class MaskStep:
     """An operation.
 
     Args:
@@ -48,7 +48,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Program:
+class MaskProgram:
     """Operations that make an array. Programs of the same operations are equal.
 
     Args:
@@ -58,7 +58,7 @@ class Program:
         numbers: the constants that are numbers, by their place among all.
     """
 
-    steps: tuple[Step, ...]
+    steps: tuple[MaskStep, ...]
     result: Place
     kinds: tuple[Any, ...]
     numbers: dict[int, Any] = field(compare=False)
@@ -76,7 +76,7 @@ class Program:
 
 def makes_causal(array: Any) -> bool:
     """Return whether an array that depends on no input, in tracing or not, is the causal mask."""
-    recorder = _Recorder()
+    recorder = _MaskRecorder()
     result = recorder.place_of(array)
     constants = recorder.constants
     if not all(map(_is_at_hand, constants)):
@@ -90,7 +90,7 @@ def makes_causal(array: Any) -> bool:
         else:
             arrays[i] = np.asarray(x)
     kinds = tuple(map(_kind, constants))
-    program = Program(tuple(recorder.steps), result, kinds, numbers)
+    program = MaskProgram(tuple(recorder.steps), result, kinds, numbers)
     try:
         hash(program)
     # A parameter of an operation has no hash: the program is not found again.
@@ -117,12 +117,12 @@ def _kind(x: Any) -> Any:
 
 
 @lru_cache(maxsize=256)
-def _answer(program: Program) -> bool:
+def _answer(program: MaskProgram) -> bool:
     return bool(_compiled(program)({}))
 
 
 @lru_cache(maxsize=256)
-def _compiled(program: Program) -> Any:
+def _compiled(program: MaskProgram) -> Any:
     """Return a program that says whether the array is the causal mask.
 
     It is one loop of XLA, which keeps no array of all queries and keys, and is compiled ahead: so
@@ -147,12 +147,12 @@ def lowered(x: Any) -> Any:
     return x.full_lower() if isinstance(x, Tracer) else x
 
 
-class _Recorder:
+class _MaskRecorder:
     """Writes down the operations that made an array, without where it lies on a mesh."""
 
     def __init__(self):
         self.constants: list[Any] = []
-        self.steps: list[Step] = []
+        self.steps: list[MaskStep] = []
         self._made: dict[int, list[Place]] = {}
 
     def place_of(self, x: Any) -> Place:
@@ -184,7 +184,7 @@ class _Recorder:
             # Where an array lies is no part of its values, and a mesh need not be of this machine.
             if isinstance(value, Sharding):
                 options[option] = None
-        step = Step(made.primitive, tuple(sorted(options.items())), tuple(operands))
+        step = MaskStep(made.primitive, tuple(sorted(options.items())), tuple(operands))
         self.steps.append(step)
         number = len(self.steps) - 1
         return [(number, j) for j in range(len(made.outvars))]

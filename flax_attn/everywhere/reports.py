@@ -18,7 +18,7 @@ _LIBRARIES |= sys.stdlib_module_names - {"__main__"}
 
 
 @dataclass(frozen=True)
-class Entry:
+class ReportedCall:
     """A kind of calls.
 
     Args:
@@ -52,21 +52,21 @@ class Entry:
 
 
 @dataclass
-class Report:
+class CallReport:
     """Calls that were traced or run while it was open, by kind, with how many there were.
 
     What `jax.jit` compiles is counted when it is traced, and not in each run.
     """
 
-    counts: Counter[Entry] = field(default_factory=Counter)
+    counts: Counter[ReportedCall] = field(default_factory=Counter)
 
     @property
-    def taken(self) -> dict[Entry, int]:
+    def taken(self) -> dict[ReportedCall, int]:
         """The kinds that were computed here, with how many there were."""
         return {entry: count for entry, count in self.counts.items() if entry.taken}
 
     @property
-    def left_alone(self) -> dict[Entry, int]:
+    def left_alone(self) -> dict[ReportedCall, int]:
         """The kinds that were left alone, with how many there were."""
         return {entry: count for entry, count in self.counts.items() if not entry.taken}
 
@@ -87,12 +87,12 @@ class Report:
 
 
 # All calls since the program began.
-PROGRAM = Report()
+PROGRAM = CallReport()
 # Blocks of other threads do not count the calls of this one.
 _THREAD = threading.local()
 
 
-def open_reports() -> list[Report]:
+def open_reports() -> list[CallReport]:
     """Return the reports of the blocks that this thread is in."""
     if not hasattr(_THREAD, "reports"):
         _THREAD.reports = []
@@ -100,9 +100,9 @@ def open_reports() -> list[Report]:
 
 
 @contextmanager
-def opened() -> Iterator[Report]:
+def opened() -> Iterator[CallReport]:
     """Count the calls of this thread in a report of their own, too."""
-    report = Report()
+    report = CallReport()
     open_reports().append(report)
     try:
         yield report
@@ -110,7 +110,7 @@ def opened() -> Iterator[Report]:
         open_reports().pop()
 
 
-def add(entry: Entry) -> None:
+def add(entry: ReportedCall) -> None:
     """Count a call in all reports that are open."""
     if _asks_for_shapes():
         return
@@ -120,7 +120,7 @@ def add(entry: Entry) -> None:
 
 def add_left_alone(place: str, reason: str) -> None:
     """Count a call that its library computes."""
-    add(Entry(user_place(), place, reason=reason))
+    add(ReportedCall(user_place(), place, reason=reason))
 
 
 def _asks_for_shapes() -> bool:

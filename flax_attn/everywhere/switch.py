@@ -13,7 +13,7 @@ from attn_spec.checks import check_choice, check_type
 from flax_attn.everywhere import reports
 from flax_attn.everywhere.context import CONTEXT, OFF, Settings
 from flax_attn.everywhere.install import Installation
-from flax_attn.everywhere.reports import Report
+from flax_attn.everywhere.reports import CallReport
 from flax_attn.everywhere.targets import NAMES, load
 
 INSTALLATION = Installation([load(name) for name in NAMES])
@@ -40,7 +40,7 @@ class Block:
         entered = "entered" if self._entered else "not entered: use it with `with`"
         return f"everywhere, a block with {self._settings}, {entered}"
 
-    def __enter__(self) -> Report:
+    def __enter__(self) -> CallReport:
         if self._before is not None:
             # What was on for the whole program is for this block alone.
             _set_program(self._before)
@@ -49,7 +49,7 @@ class Block:
         _check_same(CONTEXT.value, self._settings)
         if self._settings.targets:
             INSTALLATION.enter()
-        report, context = Report(), CONTEXT(self._settings)
+        report, context = CallReport(), CONTEXT(self._settings)
         reports.open_reports().append(report)
         context.__enter__()
         # A stack: a block that was kept in a variable may be entered inside itself.
@@ -77,7 +77,7 @@ class Everywhere(ModuleType):
         """Return a block, in which attention is computed here; with `on` set it for the program."""
         return Block(settings_of(on, targets, strict), program=on is not None)
 
-    def report(self) -> Report:
+    def report(self) -> CallReport:
         """Return the calls of all blocks and threads since the program began."""
         return reports.PROGRAM
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from flax_attn.parity.tolerance import numbers
+from flax_attn.parity import tolerance
+from flax_attn.parity.tolerance import Arrays, numbers
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,15 @@ class Check:
         return not (self.nothing or self.wanted)
 
     @property
+    def failed(self) -> bool:
+        """Whether something was measured, and breaks the rule."""
+        return self.ran and not self.passed
+
+    def with_coverage(self, covers: Iterable[str], untested: Iterable[str]) -> Check:
+        """Return this check with what was exercised, and what was not tested."""
+        return replace(self, covers=tuple(covers), untested=tuple(untested))
+
+    @property
     def missing(self) -> str:
         """Why nothing was measured; empty where something was."""
         if self.nothing:
@@ -74,11 +84,10 @@ class Check:
         """Return one line: the worst tensor, its error, the rule, and its worst element."""
         if not self.ran:
             return f"{self.name}: {self.missing}"
-        error = f"error {self.error:.3g} at {self.worst!r}"
-        line = f"{self.name}: {error}, the rule is {self.limit:.0e}"
-        if self.where:
-            line += f"; worst element {self._element()}"
-        return f"{line} ({self.note})" if self.note else line
+        worst = f"error {self.error:.3g} at {self.worst!r}, the rule is {self.limit:.0e}"
+        where = f"; worst element {self._element()}" if self.where else ""
+        note = f" ({self.note})" if self.note else ""
+        return f"{self.name}: {worst}{where}{note}"
 
     def _element(self) -> str:
         flax, torch = self.where["flax"], self.where["torch"]
@@ -128,28 +137,33 @@ def worst_of(
         reference: arrays that the errors are relative to, if not `torch`; None without arrays.
     """
     reference = torch if reference is None else reference
-    # NaN is worse than any number, and larger than none.
-    worst = max(errors, key=lambda key: (np.isnan(errors[key]), errors[key]), default="")
     if not errors:
         return Check(name, np.inf, limit, nothing=NOTHING)
-    holds = errors[worst] <= limit
-    if holds and reference is not None and not any_finite(reference):
+    # NaN is worse than any number, and larger than none.
+    worst = max(errors, key=lambda key: (np.isnan(errors[key]), errors[key]))
+    error = float(errors[worst])
+    if error <= limit and reference is not None and not any_finite(reference):
         return Check(name, np.inf, limit, nothing=NOTHING)
     where = {}
     # A gradient may be missing on one side, and then has no worst element.
     if flax and torch and worst in flax and worst in torch:
         where = _where(flax[worst], torch[worst])
-    notes = [note] if note else []
-    without = _without_numbers(errors, reference or {})
-    if without:
-        notes.append(f"without a finite number to compare: {', '.join(without)}")
-    note = "; ".join(notes)
-    return Check(name, float(errors[worst]), limit, worst, note, errors=errors, where=where)
+    notes = [note, _note_on_missing(errors, reference or {})]
+    note = "; ".join(filter(None, notes))
+    return Check(name, error, limit, worst, note, errors=errors, where=where)
 
 
-def _without_numbers(names: Iterable[str], arrays: Mapping[str, np.ndarray]) -> list[str]:
+def worst_output(name: str, ours: Arrays, theirs: Arrays, note: str = "") -> Check:
+    """Return the check of the outputs in float64, ours against those of PyTorch."""
+    errors = tolerance.relative(ours, theirs)
+    return worst_of(name, errors, tolerance.FORWARD, note, flax=ours, torch=theirs)
+
+
+def _note_on_missing(names: Iterable[str], arrays: Mapping[str, np.ndarray]) -> str:
+    """Return which tensors hold no finite number; empty if each holds one."""
     known = [name for name in names if name in arrays]
-    return sorted(name for name in known if not np.isfinite(arrays[name]).any())
+    without = sorted(name for name in known if not np.isfinite(arrays[name]).any())
+    return f"without a finite number to compare: {', '.join(without)}" if without else ""
 
 
 def any_finite(arrays: Mapping[str, np.ndarray]) -> bool:
@@ -162,16 +176,19 @@ def _where(flax: np.ndarray, torch: np.ndarray) -> dict[str, Any]:
         return {}
     flax = numbers(flax)
     torch = numbers(torch)
-    with np.errstate(invalid="ignore"):
-        distance = np.abs(flax - torch)
-    # Not finite in one framework alone is an infinite distance; alike in both is none.
-    alike = (flax == torch) | (np.isnan(flax) & np.isnan(torch))
-    distance = np.where(np.isnan(distance), np.inf, distance)
-    distance = np.where(alike, 0, distance)
-    furthest = int(np.argmax(distance))
+    furthest = int(np.argmax(_distance(flax, torch)))
     index = np.unravel_index(furthest, flax.shape)
     return {
         "index": [int(i) for i in index],
         "flax": flax[index].item(),
         "torch": torch[index].item(),
     }
+
+
+def _distance(flax: np.ndarray, torch: np.ndarray) -> np.ndarray:
+    with np.errstate(invalid="ignore"):
+        distance = np.abs(flax - torch)
+    # Not finite in one framework alone is an infinite distance; alike in both is none.
+    alike = (flax == torch) | (np.isnan(flax) & np.isnan(torch))
+    distance = np.where(np.isnan(distance), np.inf, distance)
+    return np.where(alike, 0, distance)

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from flax_attn.parity.adapters.recording import Recording, RecordingAdapter
+from flax_attn.parity.adapters.adapter import error_text
+from flax_attn.parity.adapters.recording import Recording
 from flax_attn.parity.check import Check
 from flax_attn.parity.checks import run_checks
 from flax_attn.parity.coverage import coverage_of
@@ -202,7 +203,7 @@ def report_on(
             if journal is not None:
                 journal.end(check)
         notes = _notes(pair, checks)
-        differs = any(check.ran and not check.passed for check in found)
+        differs = any(check.failed for check in found)
         difference = None
         if LOCATING in left_out:
             notes.append(f"{LOCATING}: {left_out[LOCATING]}")
@@ -247,18 +248,19 @@ def _both(first: Callable[[str], None], second: Callable[[str], None]) -> Callab
 
 
 def _located(pair: Pair, notes: list[str], checks: Sequence[Check]) -> Difference | None:
-    if isinstance(pair.torch, Recording):
+    torch = pair.own_torch
+    if torch is None:
         notes.append(
             "a recording holds no intermediate values: where the modules differ was not located"
         )
         return None
     from flax_attn.parity.trace.difference import difference
 
-    if isinstance(pair.torch, RecordingAdapter):
-        pair = pair.with_torch(pair.torch.adapter)
+    if torch is not pair.torch:
+        pair = pair.with_torch(torch)
     try:
         found = difference(pair)
-        failed = [check.name for check in checks if check.ran and not check.passed]
+        failed = [check.name for check in checks if check.failed]
         stressed = [name for name in failed if name in STRESS_INPUTS]
         # What agrees on the inputs of the pair may differ on those of a check that fails.
         if not found.hypotheses and not found.remaining and stressed:
@@ -267,9 +269,7 @@ def _located(pair: Pair, notes: list[str], checks: Sequence[Check]) -> Differenc
         return found
     # Hooks in other people's modules may fail in any way: the verdict does not depend on them.
     except Exception as error:
-        notes.append(
-            f"where the modules differ could not be located: {type(error).__name__}: {error}"
-        )
+        notes.append(f"where the modules differ could not be located: {error_text(error)}")
         return None
 
 

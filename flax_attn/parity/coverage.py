@@ -44,15 +44,18 @@ class Coverage:
 def coverage_of(pair: Pair, checks: Sequence[Check]) -> Coverage:
     """Return what these checks exercised on a pair, and what they did not."""
     lines = list(_exercised(pair, _ran(checks)))
-    untested = []
     for check in checks:
         lines += check.covers
-        untested += check.untested
-    untested += _found(pair, checks)
+    return Coverage("; ".join(lines), tuple(_untested(pair, checks)))
+
+
+def _untested(pair: Pair, checks: Sequence[Check]) -> Iterator[str]:
+    for check in checks:
+        yield from check.untested
+    yield from _found(pair, checks)
     left_out = CHECKS.keys() - {check.name for check in checks}
     if left_out:
-        untested.append(f"{len(left_out)} of {len(CHECKS)} checks, which were not asked for")
-    return Coverage("; ".join(lines), tuple(untested))
+        yield f"{len(left_out)} of {len(CHECKS)} checks, which were not asked for"
 
 
 def _exercised(pair: Pair, ran: Set[str]) -> Iterator[str]:
@@ -80,9 +83,9 @@ def _found(pair: Pair, checks: Sequence[Check]) -> Iterator[str]:
     varied: set[str] = set()
     try:
         if "masks" in ran:
-            varied |= set(mask_inputs(pair))
+            varied.update(mask_inputs(pair))
         if "ids" in ran:
-            varied |= set(tables(pair))
+            varied.update(tables(pair))
         yield from without_effect(pair, varied)
         yield from callbacks(pair, checks)
         yield from wider_dtypes(pair, checks)

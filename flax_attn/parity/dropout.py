@@ -9,12 +9,13 @@ from flax_attn.parity.adapters.adapter import AdapterError, Arrays, NotRun, Unte
 from flax_attn.parity.check import Check, worst_of
 from flax_attn.parity.pair import Pair
 
+NO_KEY = "the calls take no dropout_key, so they cannot be made to drop the same elements"
+
 
 def dropout(pair: Pair) -> Check:
     """Outputs and gradients in train mode, with the same dropout key in both."""
     if not pair.takes("dropout_key"):
-        reason = "the calls take no dropout_key, so they cannot be made to drop the same elements"
-        raise Untested(reason) if _drops(pair) else NotRun(reason)
+        raise Untested(NO_KEY) if _drops(pair) else NotRun(NO_KEY)
     ours, theirs = pair.both(pair.training())
     if _are_equal(theirs.outputs, pair.plain.outputs):
         raise NotRun("nothing is dropped: train mode returns what eval mode does")

@@ -17,7 +17,7 @@ from flax_attn.parity.adapters.adapter import (
     Untested,
     is_floating,
 )
-from flax_attn.parity.check import NOTHING, Check, any_finite, worst_of
+from flax_attn.parity.check import NOTHING, Check, any_finite, worst_of, worst_output
 from flax_attn.parity.index_probe import index_probe
 from flax_attn.parity.pair import LOWER, Pair
 
@@ -57,9 +57,7 @@ def forward(pair: Pair) -> Check:
     except BothRaise as error:
         # Every pair has outputs, so this check applies to each.
         raise NothingCompared(f"{error}. Pass inputs that both can be differentiated on") from None
-    errors = tolerance.relative(ours.outputs, theirs.outputs)
-    arrays = {"flax": ours.outputs, "torch": theirs.outputs}
-    check = worst_of("forward", errors, tolerance.FORWARD, _low(ours), **arrays)
+    check = worst_output("forward", ours.outputs, theirs.outputs, _low(ours))
     if check.passed and _only_zeros(theirs):
         raise NothingCompared(
             "both sides return 0 everywhere, and all gradients are 0, as where a mask hides every"

@@ -35,10 +35,8 @@ class FreshRuns:
             except Exception:
                 continue
             if any(is_floating(output) for output in outputs.values()):
-                cotangents = pair.cotangents_for(outputs)
-                spec = replace(spec, cotangents=cotangents)
-            result = right.run(spec)
-            self._runs.append((spec, result))
+                spec = replace(spec, cotangents=pair.cotangents_for(outputs))
+            self._runs.append((spec, right.run(spec)))
 
     def equivalent(self, adapter: Adapter) -> bool:
         """Whether an edited side returns the same outputs and gradients."""

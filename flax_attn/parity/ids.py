@@ -8,7 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from flax_attn.parity.adapters.adapter import AdapterError, Arrays, BothRaise, NotRun, Untested
+from flax_attn.parity.adapters.adapter import (
+    AdapterError,
+    Arrays,
+    BothRaise,
+    NotRun,
+    Untested,
+    error_text,
+)
 from flax_attn.parity.adapters.recording import Recording, RecordingAdapter
 from flax_attn.parity.check import Check, worst_of
 from flax_attn.parity.pair import Pair
@@ -31,6 +38,10 @@ class Table:
     padding: int | None = None
 
 
+# By the name of the input that indexes it.
+Tables = dict[str, Table]
+
+
 def ids(pair: Pair) -> Check:
     """Outputs and gradients on ids that cover the tables they index, `padding_idx` included."""
     found = tables(pair)
@@ -45,50 +56,50 @@ def ids(pair: Pair) -> Check:
         errors |= _judged(pair, f"ids {draw}", inputs)
         if not any(len(rows) for rows in missing.values()):
             break
-    check = worst_of("ids", errors, 1.0, "; ".join(_notes(found)))
     covers = []
     untested = []
     for name, table in found.items():
-        left = len(missing[name])
-        covers.append(f"{table.rows - left} of {table.rows} ids of {name}")
+        rows, left = table.rows, len(missing[name])
+        covers.append(f"{rows - left} of {rows} ids of {name}")
         if left:
-            untested.append(f"{left} of {table.rows} ids of {name} never occurred")
-    return replace(check, covers=tuple(covers), untested=tuple(untested))
+            untested.append(f"{left} of {rows} ids of {name} never occurred")
+    check = worst_of("ids", errors, 1.0, "; ".join(_notes(found)))
+    return check.with_coverage(covers, untested)
 
 
-def _notes(found: dict[str, Table]) -> Iterator[str]:
+def _notes(found: Tables) -> Iterator[str]:
     for table in found.values():
         if table.padding is not None:
             yield f"the row {table.padding}, padding_idx, gets no gradient"
 
 
-def _drawn(
-    pair: Pair, found: dict[str, Table], missing: dict[str, np.ndarray], draw: int
-) -> Arrays:
+def _drawn(pair: Pair, found: Tables, missing: Arrays, draw: int) -> Arrays:
     """Return inputs with other ids, and take these out of what is missing."""
     random = np.random.default_rng([pair.seed, draw])
     inputs = dict(pair.inputs)
     for name, table in found.items():
-        drawn = _covering(inputs[name], table, missing[name], random)
-        inputs[name] = drawn
+        inputs[name] = _covering(inputs[name], table, missing[name], random)
         # The next draw begins with what this one has no room for.
-        missing[name] = np.setdiff1d(missing[name], drawn)
+        missing[name] = np.setdiff1d(missing[name], inputs[name])
     return inputs
 
 
 def _covering(
     given: np.ndarray, table: Table, missing: np.ndarray, random: np.random.Generator
 ) -> np.ndarray:
-    """Return ids of a shape, the missing ones among them: the first, the last, those of padding."""
-    # Where not all fit, those at which ports differ come first.
+    """Return ids of a shape, the missing ones among them as far as they fit."""
+    order = _in_order(table, missing)[: given.size]
+    drawn = random.integers(0, table.rows, given.size)
+    drawn[: len(order)] = order
+    return random.permutation(drawn).reshape(given.shape).astype(given.dtype)
+
+
+def _in_order(table: Table, missing: np.ndarray) -> np.ndarray:
+    # Those at which ports differ come first: the first, the last, those of padding.
     special = [table.padding or 0, table.rows - 1]
     first = np.intersect1d(special, missing)
     rest = np.setdiff1d(missing, special)
-    order = np.concatenate([first, rest])[: given.size]
-    drawn = random.integers(0, table.rows, given.size)
-    drawn[: len(order)] = order
-    shuffled = random.permutation(drawn)
-    return shuffled.reshape(given.shape).astype(given.dtype)
+    return np.concatenate([first, rest])
 
 
 def _judged(pair: Pair, name: str, inputs: Arrays) -> dict[str, float]:
@@ -99,7 +110,7 @@ def _judged(pair: Pair, name: str, inputs: Arrays) -> dict[str, float]:
         raise Untested(str(error)) from None
 
 
-def tables(pair: Pair) -> dict[str, Table]:
+def tables(pair: Pair) -> Tables:
     """Return the table that each input of ids indexes, by the name of the input."""
     whole = {name: x for name, x in pair.inputs.items() if x.dtype.kind in "iu" and x.size}
     if not whole:
@@ -119,7 +130,7 @@ def _indexed(pair: Pair, ids: Arrays) -> Mapping[str, Sequence[Any]]:
     try:
         found = tables_of(torch, pair.uncompiled, ids)
     except Exception as error:
-        raise AdapterError(f"torch raised {type(error).__name__}: {error}") from error
+        raise AdapterError(f"torch raised {error_text(error)}") from error
     # A recording takes them along, since only a run of PyTorch shows them.
     if isinstance(pair.torch, RecordingAdapter):
         pair.torch.tables = found

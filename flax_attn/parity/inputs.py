@@ -24,23 +24,32 @@ def named_inputs(inputs: Inputs, seed: int) -> Arrays:
         >>> {name: array.shape for name, array in named_inputs([(3, 2), [1, 0]], seed=0).items()}
         {'input 0': (3, 2), 'input 1': (2,)}
     """
-    shape = isinstance(inputs, tuple) and all(isinstance(size, int) for size in inputs)
-    # One array, or one shape.
-    if shape or hasattr(inputs, "shape"):
-        inputs = [inputs]
-    if not isinstance(inputs, Mapping | Sequence) or isinstance(inputs, str) or not inputs:
-        got = type(inputs).__name__
-        if isinstance(inputs, Sequence) and not inputs:
-            got = f"an empty {inputs!r}"
-        raise PairingError(
-            f"inputs are a list of arrays or of shapes, or a mapping of them by name; got {got}."
-            " Pass [x] for one array x"
-        )
-    if not isinstance(inputs, Mapping):
-        inputs = {f"input {i}": value for i, value in enumerate(inputs)}
     # The seed itself draws the parameters.
     random = np.random.default_rng(seed + 1000)
-    return {name: _array(name, value, random) for name, value in inputs.items()}
+    values = _by_name(inputs)
+    return {name: _array(name, value, random) for name, value in values.items()}
+
+
+def _by_name(inputs: Inputs) -> Mapping[str, Any]:
+    shape = isinstance(inputs, tuple) and all(isinstance(size, int) for size in inputs)
+    # One array, or one shape.
+    values = [inputs] if shape or hasattr(inputs, "shape") else inputs
+    _check(values)
+    if isinstance(values, Mapping):
+        return values
+    return {f"input {i}": value for i, value in enumerate(values)}
+
+
+def _check(inputs: Inputs) -> None:
+    got = type(inputs).__name__
+    if isinstance(inputs, Mapping | Sequence) and not isinstance(inputs, str):
+        if inputs:
+            return
+        got = f"an empty {inputs!r}" if isinstance(inputs, Sequence) else got
+    raise PairingError(
+        f"inputs are a list of arrays or of shapes, or a mapping of them by name; got {got}."
+        " Pass [x] for one array x"
+    )
 
 
 def off_kinks(array: np.ndarray) -> np.ndarray:

@@ -26,14 +26,18 @@ class Journal:
         self.path = path
         self.record = path.with_suffix(".died.json")
         self._found: list[dict[str, Any]] = []
-        self.died = _died(self.record)
-        left = _read(path)
+        self.died: list[str] = list(_read(self.record).get("died", []))
+        self._take_over(_read(path))
+
+    def _take_over(self, left: dict[str, Any]) -> None:
+        """Note the check that ran when an earlier process ended."""
         # What a signal ended is removed at once, and a process that is alive has ended nothing.
-        if left and not _alive(left["process"]):
-            self.died.append(left["running"])
-            content = {"died": self.died, "found": left["found"]}
-            text = json.dumps(content, indent=1)
-            self.record.write_text(text, encoding="utf-8")
+        if not left or _alive(left["process"]):
+            return
+        self.died.append(left["running"])
+        content = {"died": self.died, "found": left["found"]}
+        text = json.dumps(content, indent=1)
+        self.record.write_text(text, encoding="utf-8")
 
     def begin(self, name: str) -> None:
         """Note that a check runs."""
@@ -57,10 +61,6 @@ def _read(path: Path) -> dict[str, Any]:
     with suppress(FileNotFoundError, json.JSONDecodeError):
         return json.loads(path.read_text(encoding="utf-8"))
     return {}
-
-
-def _died(path: Path) -> list[str]:
-    return list(_read(path).get("died", []))
 
 
 def _alive(process: int) -> bool:

@@ -26,19 +26,23 @@ def loosened(pair: Pair, checks: Sequence[str] | None) -> tuple[str, ...]:
 def _loosened(pair: Pair, checks: Sequence[str] | None) -> Iterator[str]:
     if checks is not None and not CHECKS.keys() <= set(checks):
         yield f"{len(set(checks))} of {len(CHECKS)} checks asked for: {_listed(checks)}"
-    if pair.has_parameters and not pair.entries:
+    if pair.entries:
+        yield from _of_weights(pair)
+    elif pair.has_parameters:
         yield "layout=None: weights are neither drawn nor shown to be the same"
+    taken, steps = pair.recipe.steps, Recipe().steps
+    if taken < steps:
+        yield f"training takes {taken} steps instead of {steps}"
+
+
+def _of_weights(pair: Pair) -> Iterator[str]:
     # The weights of a recording were drawn when it was made.
-    drawn = pair.redraw or isinstance(pair.torch, Recording)
-    if pair.entries and not drawn:
+    if not pair.redraw and not isinstance(pair.torch, Recording):
         yield "redraw=False: weights that are 0 or 1 may hide a difference"
     paired = {entry.theirs for entry in pair.entries}
     left = [name for name in pair.torch.shapes if name not in paired]
-    if pair.entries and left:
+    if left:
         yield f"the layout leaves out {_listed(left)}"
-    steps = Recipe().steps
-    if pair.recipe.steps < steps:
-        yield f"training takes {pair.recipe.steps} steps instead of {steps}"
 
 
 def _listed(names: Sequence[str]) -> str:

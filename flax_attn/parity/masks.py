@@ -25,13 +25,12 @@ def masks(pair: Pair) -> Check:
     covers = []
     untested: list[str] = []
     for name in names:
-        kinds = _tried(pair, name, errors, untested)
+        kinds = ", ".join(_tried(pair, name, errors, untested))
         if kinds:
-            covers.append(f"{name} as {', '.join(kinds)}")
+            covers.append(f"{name} as {kinds}")
     if not errors:
         raise Untested("; ".join(untested))
-    check = worst_of("masks", errors, 1.0)
-    return replace(check, covers=tuple(covers), untested=tuple(untested))
+    return worst_of("masks", errors, 1.0).with_coverage(covers, untested)
 
 
 def _tried(pair: Pair, name: str, errors: dict[str, float], untested: list[str]) -> list[str]:

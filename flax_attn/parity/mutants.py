@@ -98,17 +98,16 @@ class Mutants:
         if not self.mutants:
             yield "no operation of the JAX side can be edited"
             return
-        effective = len(self.mutants) - len(self.equivalent)
-        found = sum(self.detected.values())
-        line = f"{found} of {effective} edits are detected"
-        if self.detected:
-            counts = [f"{name} {count}" for name, count in self.detected.items()]
-            line += f" ({', '.join(counts)})"
-        if self.equivalent:
-            line += f"; {len(self.equivalent)} more change nothing"
+        detected, same = self.detected, len(self.equivalent)
+        found = sum(detected.values())
+        line = f"{found} of {len(self.mutants) - same} edits are detected"
+        if detected:
+            counts = ", ".join(f"{name} {count}" for name, count in detected.items())
+            line += f" ({counts})"
+        if same:
+            line += f"; {same} more change nothing"
         yield line
-        for one in self.undetected:
-            yield f"not detected: {one}"
+        yield from (f"not detected: {one}" for one in self.undetected)
 
     def as_dict(self) -> dict[str, Any]:
         """Return all mutants for JSON."""
@@ -195,13 +194,15 @@ def plant(pair: Pair, checks: Sequence[str] | None = None, count: int = 50) -> M
         )
     chosen = list(CHECKS) if checks is None else list(checks)
     chosen.sort(key=lambda name: name not in FIRST)
+    mutants = []
     with on_cpu():
         right = EditedAdapter(pair.flax)
         fresh = FreshRuns(pair, right)
-        mutants = []
-        for edit in _drawn(right.trace(pair.uncompiled), count, pair.seed):
-            edited = EditedAdapter(right, edit)
-            mutants.append(_judged(pair.with_flax(edited), edit, chosen, fresh))
+        trace = right.trace(pair.uncompiled)
+        for edit in _drawn(trace, count, pair.seed):
+            edited = pair.with_flax(EditedAdapter(right, edit))
+            mutant = _judged(edited, edit, chosen, fresh)
+            mutants.append(mutant)
     return Mutants(tuple(mutants))
 
 
@@ -218,14 +219,13 @@ def check_count(count: int) -> None:
 def _drawn(trace: Trace, count: int, seed: int) -> Iterator[Edit]:
     """Yield edits at random places, those of each kind in turn."""
     random = np.random.default_rng(seed + DRAWN)
-    waiting: dict[str, list[Edit]] = {kind: [] for kind in CATALOGUE}
-    for edit in trace.edits():
-        waiting[edit.kind].append(edit)
-    for edits in waiting.values():
+    waiting = _by_kind(trace)
+    for edits in waiting:
         random.shuffle(edits)
     left = count
-    while left and any(waiting.values()):
-        for edits in waiting.values():
+    while left and any(waiting):
+        for edits in waiting:
+            # Those that do not fit are dropped, so that each kind has its turn.
             while edits and left:
                 edit = edits.pop()
                 if trace.fits(edit):
@@ -234,26 +234,36 @@ def _drawn(trace: Trace, count: int, seed: int) -> Iterator[Edit]:
                     break
 
 
+def _by_kind(trace: Trace) -> list[list[Edit]]:
+    """Return the edits of each kind, in the order of the catalogue."""
+    found: dict[str, list[Edit]] = {kind: [] for kind in CATALOGUE}
+    for edit in trace.edits():
+        found[edit.kind].append(edit)
+    return list(found.values())
+
+
 def _judged(pair: Pair, edit: Edit, checks: Sequence[str], fresh: FreshRuns) -> Mutant:
     mutant = Mutant(edit.kind, edit.key.place, edit.sentence)
+    # The outputs alone are cheaper than the check, which computes gradients beside them.
     if "forward" in checks and _outputs_differ(pair):
         return replace(mutant, detected_by="forward")
+    # Not known before the first check that costs more than to find out.
     equivalent = None
     for name in checks:
         if equivalent is None and name not in FIRST:
             equivalent = fresh.equivalent(pair.flax)
         if equivalent and name in WITHOUT_EFFECT:
             continue
-        for check in run_checks(pair, [name], wanted=False):
-            if check.ran and not check.passed:
-                return replace(mutant, detected_by=name)
+        (check,) = run_checks(pair, [name], wanted=False)
+        if check.failed:
+            return replace(mutant, detected_by=name)
     if equivalent is None:
         equivalent = fresh.equivalent(pair.flax)
     return replace(mutant, equivalent=equivalent)
 
 
 def _outputs_differ(pair: Pair) -> bool:
-    """Whether the outputs break the rule of the check, which computes gradients beside them."""
+    """Whether the outputs break the rule of the check."""
     ours = pair.run("flax", pair.uncompiled).outputs
     errors = tolerance.relative(ours, pair.plain.outputs)
     return not tolerance.within(errors, tolerance.FORWARD)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -53,12 +53,13 @@ def other_shapes(pair: Pair) -> Check:
         raise NotRun("PyTorch takes inputs of these sizes only")
     for axes in groups:
         uneven += [sizes for sizes in _uneven(pair, axes) if sizes not in free]
-    errors: dict[str, float] = {}
+    errors = {}
     covers = []
     notes = []
     untested = []
     doubled = _joined(pair, free)
-    for sizes in [*doubled, *_joined(pair, uneven)][:MOST]:
+    tried = [*doubled, *_joined(pair, uneven)]
+    for sizes in tried[:MOST]:
         spec = _spec(pair, sizes)
         shape = spec.name.removeprefix(_PREFIX)
         try:
@@ -73,7 +74,7 @@ def other_shapes(pair: Pair) -> Check:
             else:
                 untested.append(refusal)
     check = worst_of("other shapes", errors, tolerance.FORWARD, "; ".join(notes))
-    return replace(check, covers=tuple(covers), untested=tuple(untested))
+    return check.with_coverage(covers, untested)
 
 
 def _errors(pair: Pair, spec: RunSpec, shape: str) -> dict[str, float]:
@@ -102,9 +103,10 @@ def _arrays(pair: Pair) -> Arrays:
 def _free(pair: Pair, axes: Axes) -> list[Sizes]:
     """Return the first new size that PyTorch takes: of all axes of a size, else of one of them."""
     for size in (2 * axes.size, axes.size + 1, axes.size - 1):
-        for sizes in (axes.together(size), *axes.alone(size)):
-            if size and _takes(pair, sizes):
-                return [sizes]
+        # Nothing is left of an axis of size 1 that is shorter by one.
+        taken = _first_taken(pair, [axes.together(size), *axes.alone(size)]) if size else []
+        if taken:
+            return taken
     return []
 
 
@@ -113,7 +115,11 @@ def _uneven(pair: Pair, axes: Axes) -> list[Sizes]:
     if any(axis == 0 for _, axis in axes.places):
         return []
     longer = axes.size + 1
-    candidates = [*axes.alone(longer), axes.together(longer)]
+    return _first_taken(pair, [*axes.alone(longer), axes.together(longer)])
+
+
+def _first_taken(pair: Pair, candidates: list[Sizes]) -> list[Sizes]:
+    """Return the first new sizes that PyTorch takes, alone in a list; nothing if it takes none."""
     for sizes in candidates:
         if _takes(pair, sizes):
             return [sizes]

@@ -20,6 +20,7 @@ from flax_attn.parity.adapters.adapter import (
     NotRun,
     Result,
     RunSpec,
+    error_text,
     is_floating,
 )
 from flax_attn.parity.adapters.recording import Recording, RecordingAdapter
@@ -58,22 +59,22 @@ class Pair:
 
     def __post_init__(self):
         self._results: dict[tuple[str, str], Any] = {}
-        self.weights = self.torch.weights()
+        # The two words of the dropout key that both calls get.
+        self.key = np.random.default_rng(self.seed).integers(0, 2**32, 2)
+        self.weights = self._drawn() if self.entries and self.redraw else self.torch.weights()
         if self.entries:
-            if self.redraw:
-                self.weights = self._drawn()
             self.torch.load(self.weights)
             self.flax.load(self.weights)
-        random = np.random.default_rng(self.seed)
-        self.key = random.integers(0, 2**32, 2)
 
     def _drawn(self) -> Arrays:
         random = np.random.default_rng(self.seed)
         shared = {entry.theirs for entry in self.entries}
-        weights = dict(self.weights)
-        # What a layout ignores is not shared and keeps its values.
-        for name in [name for name in weights if name in shared]:
-            drawn = _as_wide(weights[name].shape, random)
+        weights = self.torch.weights()
+        for name, array in weights.items():
+            # What a layout ignores is not shared and keeps its values.
+            if name not in shared:
+                continue
+            drawn = _as_wide(array.shape, random)
             # What is not trained is positive, as statistics have to be.
             if name not in self.trainable:
                 drawn = np.asarray(0.5 + np.abs(drawn))
@@ -126,7 +127,7 @@ class Pair:
             self._results[key] = self._attempt(framework, spec, method)
         result = self._results[key]
         if isinstance(result, Exception):
-            raise AdapterError(f"{framework} raised {type(result).__name__}: {result}") from result
+            raise AdapterError(f"{framework} raised {error_text(result)}") from result
         return result
 
     def _attempt(self, framework: str, spec: RunSpec | TrainingSpec, method: str) -> Any:
@@ -149,19 +150,16 @@ class Pair:
         return self._both(spec, "run")
 
     def _both(self, spec: RunSpec | TrainingSpec, method: str) -> tuple[Any, Any]:
-        found, errors = [], []
-        for framework in ("flax", "torch"):
-            try:
-                result = self._once(framework, spec, method)
-                found.append(result)
+        try:
+            ours = self._once("flax", spec, method)
+        except AdapterError as error:
             # The other one runs all the same: where both raise, they agree.
-            except AdapterError as error:
-                errors.append(error)
-        if len(errors) == 2:
-            raise BothRaise(f"both raise an error: {errors[0]}; {errors[1]}")
-        if errors:
-            raise errors[0]
-        return found[0], found[1]
+            try:
+                self._once("torch", spec, method)
+            except AdapterError as other:
+                raise BothRaise(f"both raise an error: {error}; {other}") from None
+            raise
+        return ours, self._once("torch", spec, method)
 
     def run_spec(self, name: str, **changes: Any) -> RunSpec:
         """Return a spec on the inputs of the pair; gradients need cotangents in `changes`."""
@@ -197,10 +195,15 @@ class Pair:
         return _normal(floating, random)
 
     @property
+    def possible_cotangents(self) -> Arrays | None:
+        """The cotangents; None where no output is floating, so that none has a gradient."""
+        floating = any(is_floating(output) for output in self.plain.outputs.values())
+        return self.cotangents if floating else None
+
+    @property
     def float64(self) -> RunSpec:
         """Outputs in float64, and gradients where an output is floating."""
-        floating = any(is_floating(output) for output in self.plain.outputs.values())
-        return self.run_spec("float64", cotangents=self.cotangents if floating else None)
+        return self.run_spec("float64", cotangents=self.possible_cotangents)
 
     @cached_property
     def reference(self) -> Result:
@@ -240,14 +243,14 @@ class Pair:
         random = np.random.default_rng(self.seed + TARGET)
         keys = random.integers(0, 2**32, (self.recipe.steps, 2))
         targets = {}
-        for name in self.cotangents:
+        for name, drawn in _normal(self.cotangents, random).items():
             finite = np.isfinite(self.plain.outputs[name])
             # One element that is not, such as a hidden score, would make the whole loss so.
-            targets[name] = np.where(finite, random.normal(size=finite.shape), np.nan)
+            targets[name] = np.where(finite, drawn, np.nan)
         return TrainingSpec(
             name="training",
             recipe=self.recipe,
-            inputs=dict(self.inputs),
+            inputs=self.inputs,
             extras=self.extras,
             targets=targets,
             keys=keys,
@@ -264,14 +267,14 @@ class Pair:
         # What was computed in PyTorch goes, and what follows from it.
         other = self._without("plain", "cotangents", "reference", "null")
         other.torch = torch
-        other._results = self._results_of("flax")
+        other._results = {key: self._results[key] for key in self._results if key[0] == "flax"}
         return other
 
     def with_flax(self, flax: Adapter) -> Pair:
         """Return a pair with another JAX adapter, such as an edited one, and PyTorch results."""
         other = self._without("flax64")
         other.flax = flax
-        other._results = self._results_of("torch")
+        other._results = {key: self._results[key] for key in self._results if key[0] == "torch"}
         return other
 
     def with_inputs(self, inputs: Arrays, extras: Mapping[str, np.ndarray]) -> Pair:
@@ -279,9 +282,6 @@ class Pair:
         other = self._without("plain", "cotangents", "reference", "null", "flax64", "tangents")
         other.inputs, other.extras, other._results = inputs, extras, {}
         return other
-
-    def _results_of(self, framework: str) -> dict[tuple[str, str], Any]:
-        return {key: result for key, result in self._results.items() if key[0] == framework}
 
     def _without(self, *cached: str) -> Pair:
         other = copy.copy(self)

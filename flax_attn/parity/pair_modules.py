@@ -133,13 +133,14 @@ def check_callable(pair: Pair) -> None:
 
 def _check_extras(pair: Pair) -> None:
     for name in pair.extras:
-        if not pair.takes(name):
-            known = " and ".join(ModuleCall.EXTRAS)
-            flax, torch = sorted(pair.flax.accepts), sorted(pair.torch.accepts)
-            raise PairingError(
-                f"extras are {known}, where both calls take them by name; got {name!r}, flax takes"
-                f" {flax}, torch takes {torch}"
-            )
+        if pair.takes(name):
+            continue
+        known = " and ".join(ModuleCall.EXTRAS)
+        flax, torch = sorted(pair.flax.accepts), sorted(pair.torch.accepts)
+        raise PairingError(
+            f"extras are {known}, where both calls take them by name; got {name!r}, flax takes"
+            f" {flax}, torch takes {torch}"
+        )
 
 
 def _refuse_train_mode(torch_module: Any, pair: Pair) -> None:

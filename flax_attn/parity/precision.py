@@ -51,9 +51,7 @@ def precision(pair: Pair) -> Check:
     except RuntimeError as error:
         raise NotRun(f"PyTorch computes none of it in {LOW}: {error}") from error
     theirs = seen.taken
-    # What PyTorch also takes in bfloat16 asks nothing of JAX.
-    widened = {name for name, low, _ in theirs if not low}
-    widened -= {name for name, low, _ in theirs if low}
+    widened = _never_low(theirs)
     if not widened:
         raise NotRun("PyTorch widens bfloat16 for no function")
     ours = list(_taken(pair.flax.program(spec), 1))
@@ -62,6 +60,12 @@ def precision(pair: Pair) -> Check:
         text, differs = _compared(name, ours, theirs)
         errors[text] = float(differs)
     return worst_of("precision", errors, 0.0)
+
+
+def _never_low(taken: Sequence[Taken]) -> set[str]:
+    # What PyTorch also takes in bfloat16 asks nothing of JAX.
+    low = {name for name, in_low, _ in taken if in_low}
+    return {name for name, *_ in taken} - low
 
 
 def _compared(name: str, ours: Sequence[Taken], theirs: Sequence[Taken]) -> tuple[str, bool]:

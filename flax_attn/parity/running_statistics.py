@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import replace
 from typing import Any
 
@@ -19,11 +19,11 @@ from flax_attn.parity.adapters.adapter import (
     Result,
     RunSpec,
     Untested,
-    is_floating,
     kept_name,
 )
 from flax_attn.parity.check import Check, worst_of
 from flax_attn.parity.pair import Pair
+from flax_attn.parity.variations import gradients_over_rule, outputs_over_rule
 
 NAME = "running statistics"
 # Largest spread of a ratio of two updates that is one number.
@@ -40,19 +40,17 @@ def running_statistics(pair: Pair) -> Check:
     theirs = _of_torch(pair, spec)
     ours = _of_flax(pair, spec)
     factors = dict(_factors(pair, ours.outputs, theirs.outputs))
-    both = [name for name in theirs.outputs if name in ours.outputs]
-    compared = [name for name in both if name not in factors]
-    errors = _over_rule(ours, theirs, compared)
-    second = _of_two_calls(pair, spec, compared)
+    left_out = factors.keys() | (theirs.outputs.keys() - ours.outputs.keys())
+    errors = _over_rule(ours, theirs, left_out)
+    second = _of_two_calls(pair, spec, left_out)
     # What one call shows is not said again of two.
     if tolerance.within(errors, 1.0):
         errors |= second
-    errors |= _gradients_over_rule(pair, ours, theirs)
+    errors |= gradients_over_rule(pair, ours, theirs)
     note = "; ".join(_rates(pair, ours.outputs, theirs.outputs))
     check = worst_of(NAME, errors, 1.0, note, flax=ours.arrays, torch=theirs.arrays)
-    covers = ("train mode without dropout",)
-    untested = (*_unbiased(factors), *_not_kept(ours, theirs))
-    return replace(check, covers=covers, untested=untested)
+    untested = [*_unbiased(factors), *_not_kept(ours, theirs)]
+    return check.with_coverage(["train mode without dropout"], untested)
 
 
 def _spec(pair: Pair) -> RunSpec:
@@ -60,8 +58,7 @@ def _spec(pair: Pair) -> RunSpec:
     # Whoever takes a key drops the same elements on both sides.
     if pair.takes("dropout_key"):
         extras["dropout_key"] = pair.key
-    floating = any(is_floating(output) for output in pair.plain.outputs.values())
-    cotangents = pair.cotangents if floating else None
+    cotangents = pair.possible_cotangents
     return pair.run_spec(NAME, mode="statistics", extras=extras, cotangents=cotangents)
 
 
@@ -98,24 +95,17 @@ def _has_changed(pair: Pair, result: Result, outputs: Arrays) -> bool:
     return not tolerance.within(errors, tolerance.FORWARD)
 
 
-def _over_rule(ours: Result, theirs: Result, names: list[str]) -> dict[str, float]:
-    reference = {name: theirs.outputs[name] for name in names}
-    errors = tolerance.relative(ours.outputs, reference)
-    return {name: error / tolerance.FORWARD for name, error in errors.items()}
+def _over_rule(ours: Result, theirs: Result, left_out: Set[str]) -> dict[str, float]:
+    reference = {name: array for name, array in theirs.outputs.items() if name not in left_out}
+    return outputs_over_rule(ours.outputs, reference)
 
 
-def _of_two_calls(pair: Pair, spec: RunSpec, names: list[str]) -> dict[str, float]:
+def _of_two_calls(pair: Pair, spec: RunSpec, left_out: Set[str]) -> dict[str, float]:
     """Return the errors after a second call, which shows an average of another kind."""
     twice = replace(spec, name=f"{NAME}, twice", before=pair.halved, cotangents=None, eager=True)
     ours, theirs = pair.both(twice)
-    errors = _over_rule(ours, theirs, names)
+    errors = _over_rule(ours, theirs, left_out)
     return {f"{name}, of two calls": error for name, error in errors.items()}
-
-
-def _gradients_over_rule(pair: Pair, ours: Result, theirs: Result) -> dict[str, float]:
-    reference = pair.shared(theirs.gradients)
-    errors = tolerance.gradient_errors(ours.gradients, reference)
-    return {f"gradient of {name}": error / tolerance.GRADIENT for name, error in errors.items()}
 
 
 def _factors(pair: Pair, ours: Arrays, theirs: Arrays) -> Iterator[tuple[str, float]]:
@@ -178,7 +168,7 @@ def _rates(pair: Pair, ours: Arrays, theirs: Arrays) -> Iterator[str]:
         name = kept_name(statistic)
         old = pair.weights[statistic]
         rate = _ratio(ours[name] - old, theirs[name] - old)
-        # 0 is no common ratio.
+        # A ratio of 0 says that the channels have none in common.
         if rate and abs(rate - 1) > SPREAD:
             yield (
                 f"JAX moves {statistic} {rate:.4g} times as far as PyTorch: momentum in Flax is"
@@ -188,9 +178,9 @@ def _rates(pair: Pair, ours: Arrays, theirs: Arrays) -> Iterator[str]:
 
 def _unbiased(factors: dict[str, float]) -> Iterator[str]:
     """Yield the running variances that differ by a factor, those of one factor together."""
-    together: defaultdict[str, list[str]] = defaultdict(list)
+    together = defaultdict(list)
     for name, factor in factors.items():
-        statistic = name.removesuffix(kept_name(""))
+        statistic = _own_name(name)
         together[f"{factor:.4g}"].append(statistic)
     for factor, statistics in together.items():
         yield (
@@ -204,5 +194,10 @@ def _not_kept(ours: Result, theirs: Result) -> Iterator[str]:
     """Yield the statistics that PyTorch keeps, and JAX does not share."""
     missing = [name for name in theirs.outputs if name not in ours.outputs]
     if missing:
-        statistics = ", ".join(name.removesuffix(kept_name("")) for name in missing)
+        statistics = ", ".join(map(_own_name, missing))
         yield f"updates of {statistics}: what JAX keeps for them is not known"
+
+
+def _own_name(kept: str) -> str:
+    """Return the name of a running statistic, which is an output by another one."""
+    return kept.removesuffix(kept_name(""))

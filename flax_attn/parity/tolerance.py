@@ -32,6 +32,8 @@ MOST_GRADIENT = MOST_FORWARD * GRADIENT / FORWARD
 NULL = 1e-13
 
 Arrays = Mapping[str, np.ndarray]
+# The error of each tensor, by its name.
+Errors = Mapping[str, float]
 # Kinds of dtypes without a fraction: their numbers are equal, or not.
 WHOLE = "biu"
 
@@ -65,14 +67,19 @@ def _relative(ours: np.ndarray, reference: np.ndarray, scale: float) -> float:
     if not np.isfinite(ours).all():
         return np.inf
     error = _largest(ours - reference)
-    if error == 0:
-        # 2**60 and 2**60 + 1 are one float64.
-        return np.inf if whole else 0.0
-    size = max(_largest(reference), scale)
-    return error / size if size else np.inf
+    # 2**60 and 2**60 + 1 are one float64.
+    if error == 0 and whole:
+        return np.inf
+    return _quotient(error, max(_largest(reference), scale))
 
 
-def within(errors: Mapping[str, float], limit: float) -> bool:
+def _quotient(error: float, size: float) -> float:
+    if size:
+        return error / size
+    return np.inf if error else 0.0
+
+
+def within(errors: Errors, limit: float) -> bool:
     """Return whether all errors are at most the limit; NaN is not.
 
     Example:
@@ -119,7 +126,7 @@ def _reordered(ours: np.ndarray, reference: np.ndarray, largest: float) -> float
     return error / allowed
 
 
-def median(draws: Sequence[Mapping[str, float]]) -> dict[str, float]:
+def median(draws: Sequence[Errors]) -> dict[str, float]:
     """Return the median error of each tensor over the draws, as one draw shows luck; NaN stays NaN.
 
     Example:
@@ -163,8 +170,8 @@ def gradient_errors(ours: Arrays, reference: Arrays) -> dict[str, float]:
 
 
 def amplified(
-    errors: Mapping[str, float],
-    rounding: Sequence[Mapping[str, float]],
+    errors: Errors,
+    rounding: Sequence[Errors],
     limit: float,
     most: float = np.inf,
 ) -> dict[str, float]:
@@ -184,12 +191,12 @@ def amplified(
         >>> amplified({"x": 0.5, "y": 0.5}, [{"x": 2**-4, "y": 2**-20}], limit=0.25)
         {'x': 0.125, 'y': 2.0}
     """
-    found = {}
-    for name, error in errors.items():
+    found = dict(errors)
+    for name in errors:
         moved = max(draw.get(name, 0.0) for draw in rounding)
         # Capped first: the limit itself holds whatever `most` is.
         allowed = min(REORDERED * moved, most)
-        found[name] = error / max(limit, allowed)
+        found[name] /= max(limit, allowed)
     return found
 
 

@@ -88,34 +88,33 @@ class Recipe:
 
     def optax(self) -> optax.GradientTransformation:
         """Return the optimizer of optax; its count starts at 0."""
-        decay = optax.add_decayed_weights(self.weight_decay)
-        moments = optax.scale_by_adam(*self.betas, eps=self.eps)
-        # The decay of Adam is L2 and goes through the moments, that of AdamW does not.
-        steps = {
-            "sgd": [decay, optax.trace(self.momentum)],
-            "adam": [decay, moments],
-            "adamw": [moments, decay],
-        }[self.optimizer]
-        if self.clip_norm is not None:
-            steps.insert(0, _clip(self.clip_norm))
+        clip = [] if self.clip_norm is None else [_clip(self.clip_norm)]
         rates = self.rates()
         rate = optax.scale_by_learning_rate(lambda count: jnp.asarray(rates)[count])
-        return optax.chain(*steps, rate)
+        return optax.chain(*clip, *self._optax_steps(), rate)
+
+    def _optax_steps(self) -> list[optax.GradientTransformation]:
+        decay = optax.add_decayed_weights(self.weight_decay)
+        if self.optimizer == "sgd":
+            return [decay, optax.trace(self.momentum)]
+        moments = optax.scale_by_adam(*self.betas, eps=self.eps)
+        # The decay of Adam is L2 and goes through the moments, that of AdamW does not.
+        return [decay, moments] if self.optimizer == "adam" else [moments, decay]
 
     def torch(self, parameters: Iterable[torch.Tensor]) -> tuple[torch.optim.Optimizer, Any]:
         """Return the optimizer and the schedule of torch.optim."""
         import torch
 
-        # The rate is the peak: the schedule multiplies it.
-        options: dict[str, Any] = {"lr": self.learning_rate, "weight_decay": self.weight_decay}
-        if self.optimizer == "sgd":
-            options["momentum"] = self.momentum
-        else:
-            options["betas"] = self.betas
-            options["eps"] = self.eps
         kind = getattr(torch.optim, OPTIMIZERS[self.optimizer])
-        optimizer = kind(parameters, **options)
+        optimizer = kind(parameters, **self._torch_options())
         return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, self._factor)
+
+    def _torch_options(self) -> dict[str, Any]:
+        # The rate is the peak: the schedule multiplies it.
+        options = {"lr": self.learning_rate, "weight_decay": self.weight_decay}
+        if self.optimizer == "sgd":
+            return {**options, "momentum": self.momentum}
+        return {**options, "betas": self.betas, "eps": self.eps}
 
     def clip(self, parameters: Iterable[torch.Tensor]) -> None:
         """Scale the gradients of torch parameters as the recipe says."""

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from flax_attn.parity import tolerance
-from flax_attn.parity.adapters.adapter import Arrays
+from flax_attn.parity.adapters.adapter import Arrays, Result
 from flax_attn.parity.pair import Pair
 
 
@@ -22,16 +22,23 @@ def excesses(pair: Pair, name: str, inputs: Arrays) -> dict[str, float]:
     """
     spec = replace(pair.float64, name=name, inputs=inputs)
     ours, theirs = pair.both(spec)
-    found = {}
-    outputs = tolerance.relative(ours.outputs, theirs.outputs)
-    for key, error in outputs.items():
-        found[f"{name}: {key}"] = error / tolerance.FORWARD
-    reference = pair.shared(theirs.gradients)
-    gradients = tolerance.gradient_errors(ours.gradients, reference)
+    errors = outputs_over_rule(ours.outputs, theirs.outputs)
+    errors |= gradients_over_rule(pair, ours, theirs)
+    return {f"{name}: {key}": error for key, error in errors.items()}
+
+
+def outputs_over_rule(ours: Arrays, theirs: Arrays) -> dict[str, float]:
+    """Return the errors of outputs over their rule: at most 1 passes."""
+    errors = tolerance.relative(ours, theirs)
+    return {name: error / tolerance.FORWARD for name, error in errors.items()}
+
+
+def gradients_over_rule(pair: Pair, ours: Result, theirs: Result) -> dict[str, float]:
+    """Return the errors of shared gradients over their rule: at most 1 passes."""
     # Of what is not shared the gradients have other names on each side.
-    for key, error in gradients.items():
-        found[f"{name}: gradient of {key}"] = error / tolerance.GRADIENT
-    return found
+    reference = pair.shared(theirs.gradients)
+    errors = tolerance.gradient_errors(ours.gradients, reference)
+    return {f"gradient of {name}": error / tolerance.GRADIENT for name, error in errors.items()}
 
 
 def are_finite(arrays: Mapping[str, np.ndarray]) -> bool:

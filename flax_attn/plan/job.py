@@ -21,7 +21,7 @@ class Job:
 
     Args:
         name: name of the model.
-        model: model, a `Decoder` or an `OwnModel`.
+        model: model, a `LibraryModel` or an `OwnModel`.
         topology: chips and how they are joined.
         mesh: size of each axis of the mesh; together they are the number of devices.
         batch: number of sequences, on all chips together.
@@ -29,7 +29,7 @@ class Job:
         train: whether it is trained; else it generates.
         remat: whether the backward pass recomputes each block instead of storing its activations.
         dtype: dtype of the parameters and the computation; the optimizer works in float32. None is
-            the default of the model: bfloat16 for a `Decoder`, its own for an `OwnModel`.
+            the default of the model: bfloat16 for a `LibraryModel`, its own for an `OwnModel`.
         backend: backend of the attention calls; `"auto"` or the name of one.
         rules: lines of the table of axes that are replaced, see `flax_attn.sharding.rules`.
 

@@ -82,7 +82,7 @@ class PlannedModel(Protocol):
 
 
 @dataclass(frozen=True)
-class Decoder:
+class LibraryModel:
     """A decoder of this library.
 
     Args:
@@ -110,7 +110,7 @@ class Decoder:
             found["the experts"] = ("expert", experts)
         return found
 
-    def first_layers(self, count: int | None) -> Decoder:
+    def first_layers(self, count: int | None) -> LibraryModel:
         """Return the model with its first layers only, or as it is for None.
 
         Raises:
@@ -129,7 +129,7 @@ class Decoder:
             if hasattr(self.config, name):
                 layers = getattr(self.config, name)
                 kept[name] = tuple(i for i in layers if i < count)
-        return Decoder(self.cls, replace(self.config, num_layers=count, **kept))
+        return LibraryModel(self.cls, replace(self.config, num_layers=count, **kept))
 
     def check(self, job: Job) -> None:
         """Raise a ValueError for an axis of the mesh that is not known, or too many tokens."""
@@ -293,19 +293,19 @@ _MIXTRAL_8X7B = MixtralConfig(4096, 14336, num_heads=32, num_layers=32, **_MIXTR
 _DEEPSEEK_V3 = DeepseekV3Config(7168, 18432, num_heads=128, num_layers=61, **_DEEPSEEK)
 
 # Models that are known by name, as their makers published them.
-MODELS: Mapping[str, Decoder] = MappingProxyType(
+MODELS: Mapping[str, LibraryModel] = MappingProxyType(
     {
-        "gpt2": Decoder(GPT2, GPT2_CONFIGS["gpt2-small"]),
-        "gpt2-xl": Decoder(GPT2, GPT2_CONFIGS["gpt2-xl"]),
-        "llama3-8b": Decoder(Llama, _LLAMA3_8B),
-        "llama3-70b": Decoder(Llama, _LLAMA3_70B),
-        "mixtral-8x7b": Decoder(Mixtral, _MIXTRAL_8X7B),
-        "deepseek-v3": Decoder(DeepseekV3, _DEEPSEEK_V3),
+        "gpt2": LibraryModel(GPT2, GPT2_CONFIGS["gpt2-small"]),
+        "gpt2-xl": LibraryModel(GPT2, GPT2_CONFIGS["gpt2-xl"]),
+        "llama3-8b": LibraryModel(Llama, _LLAMA3_8B),
+        "llama3-70b": LibraryModel(Llama, _LLAMA3_70B),
+        "mixtral-8x7b": LibraryModel(Mixtral, _MIXTRAL_8X7B),
+        "deepseek-v3": LibraryModel(DeepseekV3, _DEEPSEEK_V3),
     }
 )
 
 
-def find_decoder(name: str) -> tuple[str, Decoder]:
+def find_decoder(name: str) -> tuple[str, LibraryModel]:
     """Return the name of a model and the model: one of `MODELS`, or of a folder with a config.
 
     Raises:
@@ -332,4 +332,6 @@ def find_decoder(name: str) -> tuple[str, Decoder]:
             f" {', '.join(known)}"
         )
     assert cls.family is not None, "models are registered with their family"
-    return folder.absolute().name, Decoder(cls, read_config(cls, cls.family, read_fields(folder)))
+    return folder.absolute().name, LibraryModel(
+        cls, read_config(cls, cls.family, read_fields(folder))
+    )

@@ -21,10 +21,8 @@ def attend(query=QUERY, key=KEY, value=VALUE, dtypes=("float64",) * 3, **options
     """Return an action that calls attention; options are made by functions of the side."""
 
     def act(side):
-        arrays = [
-            side.array(np.ones(shape), dtype)
-            for shape, dtype in zip((query, key, value), dtypes, strict=True)
-        ]
+        pairs = zip((query, key, value), dtypes, strict=True)
+        arrays = [side.array(np.ones(shape), dtype) for shape, dtype in pairs]
         made = {name: make(side) if callable(make) else make for name, make in options.items()}
         return side.dot_product_attention(*arrays, **made)
 
@@ -32,13 +30,12 @@ def attend(query=QUERY, key=KEY, value=VALUE, dtypes=("float64",) * 3, **options
 
 
 def mask(name, *arguments, **keywords):
-    """Return an action that attends under a mask; lists become arrays."""
+    """Return an action that attends under a mask; arrays of NumPy become those of the side."""
 
     def make(side):
-        return getattr(side.Mask, name)(
-            *(side.array(a) if isinstance(a, np.ndarray) else a for a in arguments),
-            **{n: side.array(a) if isinstance(a, np.ndarray) else a for n, a in keywords.items()},
-        )
+        of_side = lambda a: side.array(a) if isinstance(a, np.ndarray) else a  # noqa: E731
+        named = {keyword: of_side(a) for keyword, a in keywords.items()}
+        return getattr(side.Mask, name)(*map(of_side, arguments), **named)
 
     return attend(mask=make)
 
@@ -48,19 +45,16 @@ def zeros(*shape, dtype="float64"):
 
 
 SAME = {
+    # Shapes of query, key and value.
     "rank 2": (
         attend((5, 4), (7, 4), (7, 3)),
         r"shape \(b, t, n, h\).*or all three without b; got query \(5, 4\)",
     ),
     "rank 5": (attend((1, *QUERY), (1, *KEY), (1, *VALUE)), r"must have shape \(b, t, n, h\)"),
-    "is_causal": (
-        attend(is_causal=1),
-        r"is_causal must be bool; got int\. Pass True or False",
-    ),
-    "is_causal without an offset": (
-        attend(is_causal=True),
-        r"needs an offset",
-    ),
+    # What stands beside a mask.
+    "is_causal": (attend(is_causal=1), r"is_causal must be bool; got int\. Pass True or False"),
+    "is_causal without an offset": (attend(is_causal=True), r"needs an offset"),
+    # Sizes that the three arrays share.
     "mixed ranks": (attend(QUERY, KEY[1:], VALUE[1:]), r"or all three without b"),
     "batch sizes": (
         attend((3, 5, 4, 6)),
@@ -72,8 +66,10 @@ SAME = {
         r"same number of tokens s and of heads k; .*value \(2, 8, 2, 3\)",
     ),
     "value heads": (attend(value=(2, 7, 4, 3)), r"same number of tokens s and of heads k"),
+    # Widths and numbers of heads.
     "head widths": (attend((2, 5, 4, 8)), r"one head width h; got query \(2, 5, 4, 8\)"),
     "head counts": (attend((2, 5, 3, 6)), r"must divide the query heads.*i // \(n / k\)"),
+    # Dtypes of the three arrays.
     "mixed dtypes": (
         attend(dtypes=("float32", "float64", "float32")),
         r"one dtype; got float32, float64, float32\. C",
@@ -85,6 +81,7 @@ SAME = {
         )
         for dtype in ("bool", "int32", "uint8", "complex64", "float8_e4m3fn", "float8_e5m2")
     },
+    # What is added to the scores, and the logits beside them.
     "an integer bias": (
         attend(bias=zeros(7, dtype="int32")),
         r"bias must be float64, .* or float16; got int32\. Cast",
@@ -93,6 +90,7 @@ SAME = {
         attend(bias=zeros(7, dtype="bool")),
         r"bias is added .*got dtype bool\. Pass a boolean mask as",
     ),
+    # One logit of each query head.
     "sinks": (
         attend(sinks=zeros(2)),
         r"sinks must be one logit a query head, shape \(4,\); got shape \(2,\)",
@@ -123,19 +121,23 @@ SAME = {
         )
         for shape in ((1,), (7,), (4, 1, 1))
     },
+    # A scale that is an array of one number passes, see below.
     "complex scale": (
         attend(scale=zeros(dtype="complex64")),
         r"got an array of shape \(\), dtype complex64\. Pass one",
     ),
     "a scale of NumPy": (attend(scale=np.ones(2)), r"got an array of shape \(2,\), dtype float64"),
+    # Complex scores have no largest one.
     "complex bias": (
         attend(bias=zeros(5, 7, dtype="complex64")),
         r"bias must be float64, .*got complex64\. Cast",
     ),
+    # Dropout by a key.
     "rate": (
         lambda side: side.KeyedDropout("0.5", side.key()),
         r"dropout must be in \[0, 1\).*got dropout='0\.5'",
     ),
+    # Shapes that do not broadcast to the scores; the remedy names where axes are put in.
     "bias": (
         attend(bias=zeros(5, 6)),
         r"bias must broadcast to \(b, n, t, s\) = \(2, 4, 5, 7\); got shape \(5, 6\)",
@@ -152,6 +154,7 @@ SAME = {
         attend(mask=zeros(2, 5, 7, dtype="bool")),
         r"mask must broadcast.*from \(b, t, s\) write \[:, None",
     ),
+    # Masks whose offset must be known where t and s differ.
     "causal": (
         mask("causal"),
         r"offset when t != s.*t=5, s=7\. Choose offset=0 \(top-left.*or offset=2 \(bottom-right",
@@ -159,6 +162,7 @@ SAME = {
     "window": (mask("window", 1, 1), r"needs an offset when t != s"),
     "sliding window": (mask("sliding_window", 2), r"needs an offset when t != s"),
     "prefix": (mask("prefix", 2), r"needs an offset when t != s"),
+    # Bounds of windows.
     "minus left": (
         mask("window", -1, 0),
         r"window's left is a number of keys, at least 0, known before tracing; got left=-1",
@@ -168,10 +172,8 @@ SAME = {
         r"window's right .*got right=-2\. For an unbounded side pass None",
     ),
     "zero sliding": (mask("sliding_window", 0), {"width": 0}),
-    "minus sliding": (
-        mask("sliding_window", -3),
-        {"width": -3},
-    ),
+    "minus sliding": (mask("sliding_window", -3), {"width": -3}),
+    # Offsets at which a mask hides all, or nothing.
     "offset beyond s": (
         mask("causal", 8),
         r"offset must lie between -t = -5 and s = 7, beyond.*got offset=8, t=5, s=7",
@@ -180,6 +182,7 @@ SAME = {
         mask("causal", -6),
         r"offset must lie between -t = -5 and s = 7.*got offset=-6.*offset=2 the",
     ),
+    # Windows reach further by their own bounds.
     "window offset": (
         mask("window", 1, 2, 9),
         r"between -t - right = -7 and s \+ left = 8, beyond.*got offset=9",
@@ -196,6 +199,7 @@ SAME = {
         mask("prefix", 2, 8),
         r"between -t = -5 and s = 7, beyond which all queries see the same keys",
     ),
+    # Beyond 32 bits positions would wrap around.
     "offset of a function": (
         lambda side: side.Mask.where(lambda b, n, i, j: i > j, 2**31).resolve(1, 1, 5, 7),
         (
@@ -203,10 +207,12 @@ SAME = {
             r" offset=2147483648\. Count"
         ),
     ),
+    # Arrays of one number a row.
     "offsets": (
         mask("causal", np.arange(3)),
         r"offset must be one integer or one a row, shape \(2,\); got shape \(3,\)",
     ),
+    # Ids of one number a token.
     "segments": (
         mask("segments", np.zeros((2, 6), int)),
         r"query segments must have one id a token, shape \(2, 5\) or \(5",
@@ -223,6 +229,7 @@ SAME = {
         mask("segments", np.zeros(5, int), np.zeros(6, int)),
         r"key segments must.*\(7,\); got \(6,\)",
     ),
+    # Numbers of tokens of each row.
     "lengths": (
         mask("lengths", key=np.zeros(3, int)),
         r"key lengths must be one integer or one a row, shape \(2,\).*\(3,\)",
@@ -238,10 +245,12 @@ SAME = {
 }
 
 ALIKE = {
+    # The names of backends differ between the packages.
     "backend": (
         attend(backend="flash"),
         r"backend must be one of 'auto', .*'reference'.*; got 'flash'",
     ),
+    # Numbers for a mask: the name of the dtype and the cast are of the framework.
     "float mask": (
         attend(mask=zeros(5, 7)),
         r"must be boolean, True = attend.*got other values, dtype (torch\.)?float64.*as bias",
@@ -251,6 +260,7 @@ ALIKE = {
         r"must be boolean.*int32.*mask\.(astype\(bool\)|bool\(\))",
     ),
     "dense float": (mask("dense", 2 * np.ones((5, 7))), r"must be boolean.*pass them as bias"),
+    # Ids and lengths that are not whole.
     "float segments": (
         mask("segments", np.ones(5)),
         r"query segments must be integers; got dtype .*float64",
@@ -272,6 +282,7 @@ ALIKE = {
         mask("prefix", np.ones(2), 0),
         r"prefix length must be integers; got dtype .*float64",
     ),
+    # What is no array.
     "a string for a mask": (
         attend(mask="causal"),
         r"mask must be an array, a number or a list; got str\. Pass an array",
@@ -280,6 +291,7 @@ ALIKE = {
         mask("segments", "ab"),
         r"query segments must be an array, a number or a list; got str",
     ),
+    # Functions need a name that says what they are.
     "a function for a mask": (
         attend(mask=lambda side: lambda b, n, i, j: i >= j),
         r"mask must be an array.*; got function\. For a function of indices, .* Mask\.where\(fn\)$",
@@ -292,10 +304,12 @@ ALIKE = {
         lambda side: side.Mask.causal(side.Mask()),
         r"offset must be an array, a number or a list; got Mask\. Pass an array of",
     ),
+    # Rows of different lengths make no array.
     "ragged ids": (
         mask("segments", [[1, 2], [3]]),
         r"query segments must be one array; got .*Pass rows of one length",
     ),
+    # One argument in place of another.
     "a mask for the bias": (
         attend(bias=lambda side: side.Mask()),
         r"bias must be .*; got Mask\. Pass a mask as mask=",
@@ -304,6 +318,7 @@ ALIKE = {
         attend(mask=zeros(2, 4, 5, 7)),
         r"mask must be boolean.*pass them as bias",
     ),
+    # What is differentiated has to be an array.
     "a list for the bias": (
         attend(bias=[0.0]),
         r"bias must be .*; got list\. Pass \w+\.as_?(array|tensor)\(bias\)",
@@ -358,11 +373,13 @@ def test_an_operator_that_a_conjunction_lacks_says_what_to_write(side, operator,
 
 
 UNKNOWN = {
+    # Arguments of jax.nn.
     "local_window_size": r"pass mask=Mask\.window\(left, right\)",
     "query_seq_lengths": r"pass mask=Mask\.lengths\(query=lengths\)",
     "key_value_seq_lengths": r"pass mask=Mask\.lengths\(key=lengths\)",
     "implementation": r'pass backend="auto"',
     "return_residual": "pass return_weights=True to attend for the weights",
+    # Arguments of PyTorch, Flax and others.
     "attn_mask": r"pass mask=, where True means attend; arrays are \(b, t, n, h\)",
     "causal": "pass is_causal=True",
     "sm_scale": "pass scale=",
@@ -371,6 +388,7 @@ UNKNOWN = {
     "dropout_p": r"pass dropout=KeyedDropout\(rate, key\)",
     "enable_gqa": "pass keys and values with fewer heads as they are",
     "softcap": "pass soft_cap=",
+    # A misspelt one lists them all.
     "soft_capp": "the arguments are query, key, value, bias, mask, is_causal, scale, soft_cap",
 }
 
@@ -384,19 +402,25 @@ def test_an_argument_of_another_library_is_named_with_what_to_pass(side, functio
         call(x, x, x, **{name: 1})
 
 
-def test_what_jax_nn_is_told_where_nothing_is_asked_for_changes_nothing(side):
-    x = side.array(np.random.default_rng(0).normal(size=QUERY))
+@pytest.fixture
+def x(side):
+    return side.array(np.random.default_rng(0).normal(size=QUERY))
+
+
+def test_what_jax_nn_is_told_where_nothing_is_asked_for_changes_nothing(side, x):
     nothing = dict.fromkeys(("query_seq_lengths", "key_value_seq_lengths", "local_window_size"))
     nothing |= {"implementation": None, "return_residual": False}
     got = side.dot_product_attention(x, x, x, **nothing)
     np.testing.assert_array_equal(got, side.dot_product_attention(x, x, x))
+
+
+def test_nothing_for_an_argument_of_another_library_is_refused(side, x):
     with pytest.raises(TypeError, match="no argument 'attn_mask'"):
         side.dot_product_attention(x, x, x, attn_mask=None)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "int32"])
-def test_a_mask_of_known_zeros_and_ones_is_that_of_booleans(side, dtype):
-    x = side.array(np.random.default_rng(0).normal(size=QUERY))
+def test_a_mask_of_known_zeros_and_ones_is_that_of_booleans(side, x, dtype):
     causal = np.tril(np.ones((5, 5)))
     got = side.dot_product_attention(x, x, x, mask=side.array(causal, dtype))
     np.testing.assert_array_equal(got, side.dot_product_attention(x, x, x, is_causal=True))
@@ -408,16 +432,18 @@ def test_other_numbers_are_no_mask(side, numbers):
         side.Mask.dense(side.array(np.array(numbers)))
 
 
-def test_is_causal_is_a_causal_mask_beside_the_other(side):
-    rng = np.random.default_rng(0)
-    x = side.array(rng.normal(size=QUERY))
+def test_is_causal_is_a_causal_mask(side, x):
+    got = side.dot_product_attention(x, x, x, is_causal=True)
+    expected = side.dot_product_attention(x, x, x, mask=side.Mask.causal())
+    np.testing.assert_array_equal(got, expected)
+
+
+def test_is_causal_stands_beside_the_other_mask(side, x):
     padding = side.Mask.lengths(key=side.array(np.array([3, 5])))
     got = side.dot_product_attention(x, x, x, mask=padding, is_causal=True)
-    both = padding & side.Mask.causal()
-    np.testing.assert_array_equal(got, side.dot_product_attention(x, x, x, mask=both))
-    one = side.dot_product_attention(x, x, x, is_causal=True)
-    np.testing.assert_array_equal(one, side.dot_product_attention(x, x, x, mask=side.Mask.causal()))
-    assert not np.array_equal(one, got)
+    expected = side.dot_product_attention(x, x, x, mask=padding & side.Mask.causal())
+    np.testing.assert_array_equal(got, expected)
+    assert not np.array_equal(got, side.dot_product_attention(x, x, x, is_causal=True))
 
 
 @pytest.mark.parametrize("offset", [-5, 7])
@@ -456,6 +482,7 @@ def test_single_head_attention_takes_a_mask_per_batch_row_only(assert_same_error
 
 
 TRACED = {
+    # One rule of each kind: of a mask, of a name, of a number.
     "no offset": (lambda package: {"mask": package.Mask.causal()}, "needs an offset"),
     "backend": (lambda package: {"backend": "flash"}, "backend must be one of"),
     "soft cap": (lambda package: {"soft_cap": -1.0}, "soft_cap must be positive"),
@@ -465,12 +492,15 @@ TRACED = {
 
 @pytest.mark.parametrize(("options", "match"), TRACED.values(), ids=TRACED)
 def test_errors_come_while_tracing(options, match):
-    arrays = [np.ones(shape) for shape in (QUERY, KEY, VALUE)]
+    arrays = [jnp.ones(shape) for shape in (QUERY, KEY, VALUE)]
+    attend = jax.jit(lambda *x: flax_attn.dot_product_attention(*x, **options(flax_attn)))
     with pytest.raises(ValueError, match=match):
-        jax.jit(lambda *x: flax_attn.dot_product_attention(*x, **options(flax_attn)))(
-            *map(jnp.asarray, arrays)
-        )
-    tensors = [torch.tensor(x, device="meta") for x in arrays]
+        attend(*arrays)
+
+
+@pytest.mark.parametrize(("options", "match"), TRACED.values(), ids=TRACED)
+def test_errors_come_without_numbers(options, match):
+    tensors = [torch.ones(shape, device="meta") for shape in (QUERY, KEY, VALUE)]
     with pytest.raises(ValueError, match=match):
         torch_ref.dot_product_attention(*tensors, **options(torch_ref))
 
@@ -482,15 +512,13 @@ def test_a_mask_of_numbers_without_values_is_refused_in_pytorch():
         torch.func.vmap(lambda mask: torch_ref.Mask.dense(mask).parts[0].array)(torch.ones(3, 5, 5))
 
 
-def test_a_traced_mask_is_checked_while_tracing():
+def attend_under(mask):
     x = jnp.ones((2, 5, 1, 3))
+    return flax_attn.dot_product_attention(x, x, x, mask=mask)
+
+
+def test_a_traced_mask_is_checked_while_tracing():
     with pytest.raises(ValueError, match=r"values are not known .* write mask\.astype\(bool\)"):
-        jax.jit(lambda x, mask: flax_attn.dot_product_attention(x, x, x, mask=mask))(
-            x, jnp.ones((5, 5))
-        )
+        jax.jit(attend_under)(jnp.ones((5, 5)))
     with pytest.raises(ValueError, match="key lengths must be one integer or one a row"):
-        jax.jit(
-            lambda x, n: flax_attn.dot_product_attention(
-                x, x, x, mask=flax_attn.Mask.lengths(key=n)
-            )
-        )(x, jnp.ones(3, int))
+        jax.jit(lambda n: attend_under(flax_attn.Mask.lengths(key=n)))(jnp.ones(3, int))

@@ -15,27 +15,31 @@ def masked(function, *offset):
     def act(side):
         array = side.array(np.arange(12).reshape(3, 4), "int32")
         made = function(array) if callable(function) else function
-        query, key = (side.array(np.ones(shape)) for shape in (QUERY, KEY))
-        return side.dot_product_attention(query, key, key, mask=side.Mask.where(made, *offset))
+        return attend(side, mask=side.Mask.where(made, *offset))
 
     return act
 
 
 def scored(function, dtype="float64", **positions):
+    """Return an action that attends with a function of scores, which gets an array as well."""
+
     def act(side):
         array = side.array(np.ones(3), "float32")
-        query, key = (side.array(np.ones(shape), dtype) for shape in (QUERY, KEY))
         made = function(array) if callable(function) else function
         given = {name: side.array(x) for name, x in positions.items()}
-        return side.dot_product_attention(
-            query, key, key, score=side.ScoreFunction(made, **given) if given else made
-        )
+        return attend(side, dtype, score=side.ScoreFunction(made, **given) if given else made)
 
     return act
 
 
+def attend(side, dtype="float64", **options):
+    query, key = (side.array(np.ones(shape), dtype) for shape in (QUERY, KEY))
+    return side.dot_product_attention(query, key, key, **options)
+
+
 INDICES = "with b, n, i, j the indices of batch row, query head, query and key"
 SAME = {
+    # What is no function.
     "no function": (
         masked(3),
         rf"function of a mask is fn\(b, n, i, j\), {INDICES}; got int\. Pass a function",
@@ -44,6 +48,7 @@ SAME = {
         scored(3),
         r"function of a score is fn\(score, b, n, i, j\), .*; got int\. Pass a function",
     ),
+    # Numbers of arguments.
     "three indices": (
         masked(lambda x: lambda n, i, j: i > j),
         r"got one that takes \(n, i, j\)\. Take all 4",
@@ -56,6 +61,7 @@ SAME = {
         scored(lambda x: lambda b, n, i, j: 1.0),
         r"got one that takes \(b, n, i, j\)\. Take all 5",
     ),
+    # What a function returns.
     "nothing": (
         masked(lambda x: lambda b, n, i, j: None),
         r"of a mask returns one array; got NoneType\.",
@@ -72,6 +78,7 @@ SAME = {
         scored(lambda x: lambda s, b, n, i, j: s[None]),
         r"dtype of the score; got an array for one\. Index",
     ),
+    # Dtypes of scores.
     "boolean score": (
         scored(lambda x: lambda s, b, n, i, j: s > 1),
         r"here float64; got dtype bool\. Return a",
@@ -83,6 +90,7 @@ SAME = {
             r" multiplies to score\.dtype"
         ),
     ),
+    # Positions.
     "offset": (
         masked(lambda x: lambda b, n, i, j: i > j, 2**31),
         (
@@ -104,6 +112,7 @@ SAME = {
             r" cache\.positions\(t\)"
         ),
     ),
+    # A mask that was made for another call.
     "rows": (
         lambda side: (
             side.Mask.where(lambda b, n, i, j: i + b > j + n).sized(3, None).materialise(2, 1, 4, 4)
@@ -112,6 +121,7 @@ SAME = {
     ),
 }
 ALIKE = {
+    # Before a call it is not known how many heads there are.
     "unknown heads": (
         lambda side: _beside_a_ring_buffer(side, side.Mask.where(lambda b, n, i, j: i + b > j + n)),
         r"reads b or n has to know .*; got b=\d, n=None\. Say it first: mask\.sized\(b, n\)",
@@ -120,6 +130,7 @@ ALIKE = {
         masked(lambda x: lambda b, n, i, j: i - j),
         r"True = attend; got dtype int\d\d\. Compare: i - j",
     ),
+    # Functions are called once, with arrays of indices.
     "and": (
         masked(lambda x: lambda b, n, i, j: i > j and j > 2),
         r"mask is called once .*: write & and \| in",
@@ -162,24 +173,29 @@ def test_an_array_of_numpy_has_no_values_at_an_index(sides, error_of):
 
 def test_a_slot_without_a_key_is_not_told_of(side):
     x = side.array(np.ones((1, 3, 1, 4)))
-    mask, order = side.Mask.lengths(key=2), side.array(np.array([0, 1, -1]))
 
     def loss(slope):
-        table = side.array(np.array([1.0, 2.0, 3.0, np.nan]))  # whose last is at -1
-        score = side.ScoreFunction(
-            lambda score, b, n, i, j: score + slope * table[j], key_positions=order
-        )
-        return side.dot_product_attention(x, x * slope, x * slope, mask=mask, score=score).sum()
+        options = {"mask": side.Mask.lengths(key=2), "score": beside_a_free_slot(side, slope)}
+        return side.dot_product_attention(x, x * slope, x * slope, **options).sum()
 
     assert np.isfinite(side.gradients(loss, side.array(np.array(0.5)))[0])
 
 
-def test_good_functions_pass(side):
-    assert tuple(masked(lambda x: lambda b, n, i, j: (x[b, n] > i) | (j == 0))(side).shape) == (
-        2,
-        5,
-        4,
-        6,
-    )
-    assert tuple(masked(lambda x: lambda b, n, i, j: True)(side).shape) == (2, 5, 4, 6)
-    assert tuple(scored(lambda x: lambda s, *indices: s, "float32")(side).shape) == (2, 5, 4, 6)
+def beside_a_free_slot(side, slope):
+    """Return a function of scores; a slot without a key has position -1, the place of a NaN."""
+    table = side.array(np.array([1.0, 2.0, 3.0, np.nan]))
+    positions = side.array(np.array([0, 1, -1]))
+    function = lambda s, b, n, i, j: s + slope * table[j]  # noqa: E731
+    return side.ScoreFunction(function, key_positions=positions)
+
+
+GOOD = {
+    "of indices": masked(lambda x: lambda b, n, i, j: (x[b, n] > i) | (j == 0)),
+    "a constant": masked(lambda x: lambda b, n, i, j: True),
+    "of any number": scored(lambda x: lambda s, *indices: s, "float32"),
+}
+
+
+@pytest.mark.parametrize("act", GOOD.values(), ids=GOOD)
+def test_good_functions_pass(side, act):
+    assert tuple(act(side).shape) == QUERY

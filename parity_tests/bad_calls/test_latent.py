@@ -16,18 +16,14 @@ def call(side, cache=None, **options):
 
 
 CASES = {
-    "no latent": (
-        lambda side: latent(side, kv_lora_rank=0),
-        {"kv_lora_rank": 0},
-    ),
-    "no values": (
-        lambda side: latent(side, v_head_dim=0),
-        {"v_head_dim": 0},
-    ),
+    # Sizes and names.
+    "no latent": (lambda side: latent(side, kv_lora_rank=0), {"kv_lora_rank": 0}),
+    "no values": (lambda side: latent(side, v_head_dim=0), {"v_head_dim": 0}),
     "form": (
         lambda side: latent(side, form="wide"),
         r"form must be one of 'auto', 'plain', 'absorbed'; got 'wide'",
     ),
+    # Parts that do not fit.
     "odd rotated part": (
         lambda side: latent(side, qk_rope_head_dim=3, rope=side.RoPE()),
         r"head_dim must be .*even.*3",
@@ -44,6 +40,7 @@ CASES = {
         ),
     ),
     "capacity": (lambda side: latent(side).init_cache(2, 10), r"got capacity=10, context_length=9"),
+    # A latent cache has one head, and no values.
     "a cache of another width": (
         lambda side: call(side, latent(side, kv_lora_rank=6).init_cache(2, 8)),
         r"key \(2, 1, 8, 9\), value \(2, 1, 8, 0\); got key \(2, 1, 8, 10\), value \(2, 1, 8, 0\)",
@@ -60,6 +57,7 @@ CASES = {
         lambda side: call(side, side.KVCache.zeros(2, 8, 1, 9, value_dim=0, window=4)),
         r"got one of window=4 for a layer of window=None",
     ),
+    # Calls.
     "positions without rope": (
         lambda side: call(side, positions=side.array(np.arange(3))),
         r"positions are for rope; got positions, rope=None",

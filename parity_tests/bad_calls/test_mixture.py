@@ -19,6 +19,7 @@ def zeros(side, *shape):
 
 
 CONSTRUCTORS = {
+    # How many are chosen, of how many.
     "top_k above the experts": (
         lambda side: router(side, top_k=9),
         (
@@ -48,26 +49,15 @@ CONSTRUCTORS = {
         lambda side: router(side, groups=8),
         r"groups must divide .*num_experts=8, groups=8",
     ),
-    "no top_k": (
-        lambda side: router(side, top_k=0),
-        {"top_k": 0},
-    ),
-    "no router width": (
-        lambda side: router(side, d_model=0),
-        {"d_model": 0},
-    ),
+    # Sizes and names.
+    "no top_k": (lambda side: router(side, top_k=0), {"top_k": 0}),
+    "no router width": (lambda side: router(side, d_model=0), {"d_model": 0}),
     "scores": (
         lambda side: router(side, scores="relu"),
         r"scores must be one of 'softmax', 'sigmoid'; got 'relu'",
     ),
-    "no experts": (
-        lambda side: experts(side, num_experts=0),
-        {"num_experts": 0},
-    ),
-    "no hidden": (
-        lambda side: experts(side, d_hidden=0),
-        {"d_hidden": 0},
-    ),
+    "no experts": (lambda side: experts(side, num_experts=0), {"num_experts": 0}),
+    "no hidden": (lambda side: experts(side, d_hidden=0), {"d_hidden": 0}),
     "form": (
         lambda side: experts(side, form="ragged"),
         r"form must be one of 'auto', 'dense', 'sorted'; got 'ragged'",
@@ -84,6 +74,7 @@ CONSTRUCTORS = {
         ),
     ),
     "limit": (lambda side: side.ClampedSwiGLU(0.0), r"limit bounds .* must be positive; got 0\.0"),
+    # Parts of another kind.
     "no router": (
         lambda side: side.MixtureOfExperts(experts(side), experts(side)),
         r"router must be Router; got Experts\. Pass router=Router",
@@ -92,6 +83,7 @@ CONSTRUCTORS = {
         lambda side: side.MixtureOfExperts(router(side), router(side)),
         r"experts must be Experts; got Router\. Pass experts=Experts",
     ),
+    # Parts that do not fit one another.
     "another number of experts": (
         lambda side: side.MixtureOfExperts(router(side), experts(side, num_experts=6)),
         (
@@ -111,6 +103,7 @@ CONSTRUCTORS = {
         ),
         r"shared_gate is that of a shared layer; got shared=None\. Pass shared, or no gate",
     ),
+    # Calls.
     "no routing": (
         lambda side: side.load_balancing_loss([]),
         r"the load is that of .*; got no routing\. Pass those",

@@ -30,6 +30,7 @@ def block(side, **keywords):
 
 
 CONSTRUCTORS = {
+    # Numbers of heads.
     "num_heads does not divide": (
         lambda side: multi_head(side, num_heads=3),
         (
@@ -48,18 +49,13 @@ CONSTRUCTORS = {
         lambda side: multi_head(side, num_kv_heads=8),
         r"num_kv_heads must divide num_heads",
     ),
-    "no heads": (
-        lambda side: multi_head(side, num_heads=0),
-        {"num_heads": 0},
-    ),
+    "no heads": (lambda side: multi_head(side, num_heads=0), {"num_heads": 0}),
     "no kv heads": (lambda side: multi_head(side, num_kv_heads=0), r"got num_kv_heads=0"),
     "minus heads": (lambda side: multi_head(side, num_heads=-4), r"got num_heads=-4"),
     "float heads": (lambda side: multi_head(side, num_heads=4.0), r"got num_heads=4\.0"),
     "bool heads": (lambda side: multi_head(side, num_heads=True), r"got num_heads=True"),
-    "no head_dim": (
-        lambda side: multi_head(side, head_dim=0),
-        {"head_dim": 0},
-    ),
+    # Widths of heads.
+    "no head_dim": (lambda side: multi_head(side, head_dim=0), {"head_dim": 0}),
     "kv heads with head_dim": (
         lambda side: multi_head(side, num_heads=3, num_kv_heads=2, head_dim=5),
         (
@@ -67,6 +63,7 @@ CONSTRUCTORS = {
             r" 1, 3$"
         ),
     ),
+    # Norms of queries and keys: of each head, or of all of them.
     "query norm width": (
         lambda side: multi_head(side, q_norm=side.build("RMSNorm", 4)),
         (
@@ -85,6 +82,7 @@ CONSTRUCTORS = {
         lambda side: multi_head(side, q_norm=abs),
         r"q_norm is .* head_dim=2 wide, .*; got one of d_model=None\. Pass q_norm=RMSNorm\(2\)",
     ),
+    # Differential attention.
     "heads without a partner": (
         lambda side: side.build(
             "DifferentialAttention", 6, 8, 9, 0.0, 6, num_kv_heads=3, head_dim=4
@@ -98,14 +96,12 @@ CONSTRUCTORS = {
         lambda side: side.build("DifferentialAttention", 6, 8, 9, 0.0, 4, num_kv_heads=0),
         {"num_kv_heads": 0},
     ),
+    # Options of the layer.
     "gate": (
         lambda side: multi_head(side, output_gate="head"),
         r"output_gate must be one of 'features', 'heads'; got 'head'",
     ),
-    "no window": (
-        lambda side: multi_head(side, window=0),
-        {"window": 0},
-    ),
+    "no window": (lambda side: multi_head(side, window=0), {"window": 0}),
     "window in both directions": (
         lambda side: multi_head(side, window=3, causal=False),
         (
@@ -113,26 +109,13 @@ CONSTRUCTORS = {
             r" .*mask=Mask\.window\(left, right\)"
         ),
     ),
-    "no d_out": (
-        lambda side: multi_head(side, d_out=0),
-        {"d_out": 0},
-    ),
-    "no d_in": (
-        lambda side: multi_head(side, d_in=0),
-        {"d_in": 0},
-    ),
-    "no context": (
-        lambda side: multi_head(side, context_length=0),
-        {"context_length": 0},
-    ),
-    "no kdim": (
-        lambda side: multi_head(side, kdim=0),
-        {"kdim": 0},
-    ),
-    "no vdim": (
-        lambda side: multi_head(side, vdim=-1),
-        {"vdim": -1},
-    ),
+    # Sizes.
+    "no d_out": (lambda side: multi_head(side, d_out=0), {"d_out": 0}),
+    "no d_in": (lambda side: multi_head(side, d_in=0), {"d_in": 0}),
+    "no context": (lambda side: multi_head(side, context_length=0), {"context_length": 0}),
+    "no kdim": (lambda side: multi_head(side, kdim=0), {"kdim": 0}),
+    "no vdim": (lambda side: multi_head(side, vdim=-1), {"vdim": -1}),
+    # The same rules in other classes.
     "causal context": (
         lambda side: side.build("CausalAttention", 4, 6, -1, 0.0),
         r"context_length must.*=-1",
@@ -141,42 +124,16 @@ CONSTRUCTORS = {
         lambda side: side.build("MultiHeadAttentionWrapper", 4, 6, 9, 0.0, 0),
         r"got num_heads=0",
     ),
-    "no d_key": (
-        lambda side: side.build("SelfAttention", 4, 6, d_key=0),
-        {"d_key": 0},
-    ),
-    "linear in": (
-        lambda side: side.build("Linear", 0, 3),
-        {"d_in": 0},
-    ),
-    "linear out": (
-        lambda side: side.build("Linear", 3, -2),
-        {"d_out": -2},
-    ),
-    "norm width": (
-        lambda side: side.build("LayerNorm", 0),
-        {"d_model": 0},
-    ),
-    "rms width": (
-        lambda side: side.build("RMSNorm", 2.5),
-        {"d_model": 2.5},
-    ),
-    "feed forward": (
-        lambda side: side.build("FeedForward", 0),
-        {"d_model": 0},
-    ),
-    "hidden": (
-        lambda side: side.build("FeedForward", 4, 0),
-        {"d_hidden": 0},
-    ),
-    "gated": (
-        lambda side: side.build("GatedFeedForward", 0),
-        {"d_model": 0},
-    ),
-    "gated hidden": (
-        lambda side: side.build("GatedFeedForward", 4, -1),
-        {"d_hidden": -1},
-    ),
+    "no d_key": (lambda side: side.build("SelfAttention", 4, 6, d_key=0), {"d_key": 0}),
+    "linear in": (lambda side: side.build("Linear", 0, 3), {"d_in": 0}),
+    "linear out": (lambda side: side.build("Linear", 3, -2), {"d_out": -2}),
+    "norm width": (lambda side: side.build("LayerNorm", 0), {"d_model": 0}),
+    "rms width": (lambda side: side.build("RMSNorm", 2.5), {"d_model": 2.5}),
+    "feed forward": (lambda side: side.build("FeedForward", 0), {"d_model": 0}),
+    "hidden": (lambda side: side.build("FeedForward", 4, 0), {"d_hidden": 0}),
+    "gated": (lambda side: side.build("GatedFeedForward", 0), {"d_model": 0}),
+    "gated hidden": (lambda side: side.build("GatedFeedForward", 4, -1), {"d_hidden": -1}),
+    # Activations, and options that a class lacks.
     "sinks of cross-attention": (
         lambda side: side.build("CrossAttention", 4, 4, 0.0, 2, scores=side.Scores(sinks=True)),
         (
@@ -188,14 +145,9 @@ CONSTRUCTORS = {
         lambda side: side.build("GatedFeedForward", 4, activation="swish"),
         r"activation must be one of 'gelu_tanh', 'gelu_exact', 'silu', 'relu'; got 'swish'",
     ),
-    "no ids": (
-        lambda side: side.build("Embedding", 0, 3),
-        {"size": 0},
-    ),
-    "embedding width": (
-        lambda side: side.build("Embedding", 3, 0),
-        {"d_model": 0},
-    ),
+    "no ids": (lambda side: side.build("Embedding", 0, 3), {"size": 0}),
+    "embedding width": (lambda side: side.build("Embedding", 3, 0), {"d_model": 0}),
+    # Caches.
     "capacity": (
         lambda side: multi_head(side).init_cache(2, 10),
         (
@@ -211,6 +163,7 @@ CONSTRUCTORS = {
         lambda side: multi_head(side, window=5).init_cache(2, 4),
         r"a ring buffer must keep at least the window.*got window=5, capacity=4",
     ),
+    # Numbers.
     "layer norm eps": (
         lambda side: side.build("LayerNorm", 4, -1e-5),
         r"eps .*must be at least 0; got eps=-1e-05",
@@ -227,6 +180,7 @@ CONSTRUCTORS = {
         lambda side: side.Scores(scale=NAN),
         r"scale is one real number for all scores.*got scale=nan",
     ),
+    # Parts of another kind.
     "no scores": (
         lambda side: multi_head(side, scores=0.5),
         r"scores must be .*Scores.*; got float\. Pass scores=Scores\(soft_cap=50\.0\)",
@@ -246,6 +200,7 @@ CONSTRUCTORS = {
             r" or None"
         ),
     ),
+    # Widths of the parts of a block.
     "att widths": (
         lambda side: side.TransformerBlock(
             multi_head(side, kdim=5), side.build("FeedForward", 6), None, None
@@ -274,6 +229,7 @@ CONSTRUCTORS = {
         ),
         r"got att\.d_in=6, post_norm2\.d_model=5\.",
     ),
+    # Norms behind the sum, which leave no place for others.
     "sums and post norms": (
         lambda side: block(side, norm_first=False, norms=("norm1", "norm2", "post_norm1")),
         (
@@ -289,6 +245,7 @@ CONSTRUCTORS = {
         lambda side: block(side, norm_first=False, norms=("norm2",)),
         r"norm_first=False.*got norm2\.",
     ),
+    # Names.
     "activation": (
         lambda side: side.build("FeedForward", 4, activation="gelu"),
         r"activation must be one of 'gelu_tanh', 'gelu_exact', 'silu', 'relu'; got 'gelu'",
@@ -403,6 +360,7 @@ def test_what_is_no_array(assert_same_error, build, width, name, given):
 
 
 INPUTS = {
+    # Shapes of query, key and value, and what is said of them.
     "key width": (
         (2, 5, 6),
         (2, 5, 5),
@@ -530,10 +488,7 @@ def test_missing_dropout_stream(name, arguments, seeds):
 def test_no_stream_is_needed_without_dropout():
     assert flax_attn.CausalAttention(3, 2, 6, 0.0, rngs=nnx.Rngs(params=0))(
         jnp.ones((4, 3), jnp.float32)
-    ).shape == (
-        4,
-        2,
-    )
+    ).shape == (4, 2)
 
 
 @pytest.mark.parametrize(
@@ -549,11 +504,13 @@ def test_errors_come_while_tracing(shape, match):
 
 
 ELSEWHERE = {
+    # Arguments of other libraries.
     "attn_mask": "pass mask=, where True means attend",
     "is_causal": "pass causal= when you construct the layer",
     "deterministic": r"layer\.eval\(\) switches dropout off",
     "return_weights": "pass return_weights=True to attend",
     "key_padding_mask": "pass lengths=",
+    # A misspelt one lists them all.
     "maskk": "the arguments are query, key, value, mask, bias, positions, lengths, dropout_key",
 }
 

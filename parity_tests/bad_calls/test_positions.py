@@ -16,6 +16,7 @@ def turn(side, *arguments, shape=(B, T, N, H), positions=None, **keywords):
 
 
 ERRORS = {
+    # Bases and widths.
     "base": (lambda side: side.RoPE(1.0), r"base must be larger than 1, .*got base=1\.0"),
     "odd width": (
         lambda side: side.RoPE(width=3),
@@ -37,20 +38,19 @@ ERRORS = {
         lambda side: turn(side, shape=(T, N, 7)),
         r"head_dim must be a positive even.*got head_dim=7",
     ),
+    # Scalings.
     "factor": (
         lambda side: side.LinearScaling(0.5),
         r"factor is how many times.*got factor=0\.5.*scaling=None",
     ),
-    "dynamic length": (
-        lambda side: side.DynamicNTKScaling(2.0, 0),
-        {"original_context_length": 0},
-    ),
+    "dynamic length": (lambda side: side.DynamicNTKScaling(2.0, 0), {"original_context_length": 0}),
     "dynamic factor": (lambda side: side.DynamicNTKScaling(0.0, 40), r"got factor=0\.0"),
     "yarn length": (lambda side: side.YaRNScaling(2.0, -1), r"got original_context_length=-1"),
     "yarn betas": (
         lambda side: side.YaRNScaling(2.0, 40, beta_fast=1.0, beta_slow=32.0),
         r"0 < beta_slow < beta_fast; got beta_slow=32\.0, beta_fast=1\.0\. Usual are 1 and 32",
     ),
+    # Factors of each frequency.
     "longrope length": (
         lambda side: side.LongRoPEScaling(2.0, 1, (1.0,), (1.0,)),
         r"longest input of the training, above 1; got original_context_length=1",
@@ -77,6 +77,7 @@ ERRORS = {
             r" high_freq_factor=4\.0\. Usual are 1 and 4"
         ),
     ),
+    # Dtypes of positions.
     "float positions": (
         lambda side: turn(side, positions=np.ones(T)),
         (
@@ -92,6 +93,7 @@ ERRORS = {
         lambda side: turn(side, positions=np.ones(T, bool)),
         r"must be integers.*dtype bool",
     ),
+    # Shapes of positions.
     "rank of positions": (
         lambda side: turn(side, positions=np.ones((1, B, T), int)),
         r"got shape \(1, 3, 5\)",
@@ -107,10 +109,8 @@ ERRORS = {
         lambda side: turn(side, shape=(T, N, H), positions=np.ones((B, T), int)),
         r"one for each of the tokens \(5,\); got shape \(3, 5\)",
     ),
-    "alibi heads": (
-        lambda side: side.alibi(0, [0], [0]),
-        {"num_heads": 0},
-    ),
+    # Biases of positions.
+    "alibi heads": (lambda side: side.alibi(0, [0], [0]), {"num_heads": 0}),
     "alibi ranks": (
         lambda side: side.alibi(N, PACKED, PACKED[0]),
         r"both have the same b, or both none; got shapes \(3, 5\) and \(5,\)\. Repeat",
@@ -131,6 +131,7 @@ ERRORS = {
             r" 32 and 128"
         ),
     ),
+    # Absolute positions.
     "sinusoidal width": (
         lambda side: side.sinusoidal([0], 5),
         r"width must be a positive even integer.*width=5",
@@ -139,6 +140,7 @@ ERRORS = {
         lambda side: side.sinusoidal([0], 4, base=0.5),
         r"base must be larger than 1",
     ),
+    # Layers with rotary positions.
     "module width": (
         lambda side: side.build("MultiHeadAttention", 6, 8, 9, 0.0, 2, rope=side.RoPE(width=6)),
         r"got width=6, head_dim=4",

@@ -8,6 +8,7 @@ SHAPES = {
     "query": (B, T, K, H),
     "key": (B, T, K, H),
     "value": (B, T, N, V),
+    # Numbers beside each token.
     "decay": (B, T, N),
     "beta": (B, T, N),
 }
@@ -48,6 +49,7 @@ MASKS = (
     r"takes causal masks, segments and lengths, as its state holds all tokens before; got Mask\.{}"
 )
 BAD = {
+    # Shapes.
     "another key": (
         lambda side: rule(side, key=(B, T, K, 4)),
         (
@@ -89,10 +91,12 @@ BAD = {
         lambda side: rule(side, starts=np.zeros((B, 4), bool)),
         r"starts must have shape \(2, 5\)",
     ),
+    # Dtypes.
     "integers": (
         lambda side: rule(side, value=np.zeros((B, T, N, V), "int32")),
         r"all but starts must be float64, .* or float16; got int32\. Cast to one of them before",
     ),
+    # The short convolution.
     "convolution of a rank": (
         lambda side: convolution(side, (3,)),
         r"x must have shape \(t, d\) or \(b, t, d\)",
@@ -105,26 +109,19 @@ BAD = {
         lambda side: convolution(side, state=(B, 4, 3)),
         r"state must have shape \(2, 3, 3\)",
     ),
+    # Sizes of the layer.
     "heads of keys": (
         lambda side: layer(side, num_key_heads=3),
         r"num_key_heads must divide num_heads.*got num_heads=4, num_key_heads=3",
     ),
-    "no heads": (
-        lambda side: layer(side, num_heads=0),
-        {"num_heads": 0},
-    ),
-    "no width": (
-        lambda side: layer(side, head_dim=0),
-        {"head_dim": 0},
-    ),
-    "no kernel": (
-        lambda side: kernel_of(side, 0),
-        {"kernel_size": 0},
-    ),
+    "no heads": (lambda side: layer(side, num_heads=0), {"num_heads": 0}),
+    "no width": (lambda side: layer(side, head_dim=0), {"head_dim": 0}),
+    "no kernel": (lambda side: kernel_of(side, 0), {"kernel_size": 0}),
     "width": (
         lambda side: layer(side, (B, T, 5)),
         r"the last axis of query must be d_in=6; got shape \(2, 5, 5\)",
     ),
+    # What a state cannot answer.
     "weights": (
         lambda side: layer(side, call=lambda side: {"return_weights": True}),
         (
@@ -136,6 +133,7 @@ BAD = {
         lambda side: layer(side, call=lambda side: {"positions": side.array(np.arange(T))}),
         r"got positions=\. Leave it out",
     ),
+    # Masks of which it holds no keys.
     "window": (
         lambda side: layer(side, call=lambda side: {"mask": side.Mask.sliding_window(3)}),
         MASKS.format(r"window\(2, 0\)\. Use MultiHeadAttention for other masks"),
@@ -148,6 +146,7 @@ BAD = {
         lambda side: layer(side, call=lambda side: {"mask": side.Mask.causal(offset=2)}),
         MASKS.format(r"causal\("),
     ),
+    # Lengths.
     "too many": (
         lambda side: cached(side, T + 1),
         r"real tokens of a call of t=5 tokens; got lengths=6\. Use 0 to 5",

@@ -10,6 +10,7 @@ import pytest
 from flax_attn import Mask
 
 B, N, T, S = 3, 2, 5, 7
+# One of each row of the batch.
 OFFSETS = np.array([0, 2, -3])
 LENGTHS = np.array([0, 3, 7])
 QUERY_LENGTHS = np.array([5, 0, 4])
@@ -51,6 +52,7 @@ def pattern(b, n, i, j):
     return ((i + 2 * j + b) % 3 > 0) | (i == j)
 
 
+# How a mask is made, and a loop that says what it means.
 KINDS = {
     "causal top left": (("causal", 0), causal(0)),
     "causal bottom right": (("causal", S - T), causal(S - T)),
@@ -98,24 +100,30 @@ def make(side, spec):
 
 
 def table(sees, rows=range(T), cols=range(S)):
-    return np.array(
-        [[[[bool(sees(b, i, j)) for j in cols] for i in rows] for _ in range(N)] for b in range(B)]
-    )
+    """Return what a loop shows at every place, `(B, N, rows, cols)`."""
+    seen = np.array([bool(sees(b, i, j)) for b, i, j in product(range(B), rows, cols)])
+    return np.repeat(seen.reshape(B, 1, len(rows), len(cols)), N, axis=1)
 
 
 def whole(side, mask):
     return side.numpy(mask.materialise(B, N, T, S))
 
 
+def assert_means(side, mask, sees):
+    """Assert that a mask shows what a loop does."""
+    np.testing.assert_array_equal(whole(side, mask), table(sees))
+
+
 @EVERY_KIND
 def test_a_mask_means_what_its_loop_says(side, spec, sees):
-    seen = whole(side, make(side, spec))
-    assert seen.dtype == bool
-    np.testing.assert_array_equal(seen, table(sees))
+    mask = make(side, spec)
+    assert whole(side, mask).dtype == bool
+    assert_means(side, mask, sees)
 
 
 @EVERY_KIND
 def test_a_block_is_the_slice_of_the_whole(side, spec, sees):
+    # Neither contiguous nor in order.
     rows, cols = np.array([1, 3, 4]), np.array([6, 0, 2, 5])
     block = make(side, spec).resolve(B, N, T, S).block(side.array(rows), side.array(cols))
     block = np.broadcast_to(side.numpy(block), (B, N, 3, 4))
@@ -183,35 +191,46 @@ def test_as_mask_puts_the_head_axis_in(side):
 
 @EVERY_KIND
 def test_the_text_of_a_mask_is_the_table(sides, spec, sees):
-    texts = [make(side, spec).as_text(T, S, b=B, n=N) for side in sides]
-    assert texts[0] == texts[1]
-    expected = table(sees)
-    if (expected == expected[0]).all():
-        expected = expected[:1]
-    marks = [line.split()[1:] for line in texts[0].splitlines() if set(line) & set("■·")]
-    np.testing.assert_array_equal(np.array(marks) == "■", np.concatenate(expected[:, 0]))
+    text, other = (make(side, spec).as_text(T, S, b=B, n=N) for side in sides)
+    assert text == other
+    expected = table(sees)[:, 0]
+    # What is the same in all rows of the batch is printed once.
+    rows = 1 if (expected == expected[0]).all() else B
+    np.testing.assert_array_equal(seen_in(text), np.concatenate(expected[:rows]))
+
+
+def seen_in(text):
+    """Return what the text of a mask shows, without the numbers of its queries."""
+    lines = [line for line in text.splitlines() if set(line) & set("■·")]
+    return np.array([line.split()[1:] for line in lines]) == "■"
+
+
+# Masks of two queries and two keys, as they are printed.
+CAUSAL = "  0 1\n0 ■ ·\n1 ■ ■"
+FULL = "  0 1\n0 ■ ■\n1 ■ ■"
+NOTHING = "  0 1\n0 · ·\n1 · ·"
+FULL_AND_CAUSAL = np.array([[[True]], [[False]]]) | (np.tri(2) > 0)
+
+
+def test_what_is_the_same_everywhere_has_no_label(side):
+    same = side.Mask.causal() & side.Mask.lengths(key=side.array(np.array([3, 3])))
+    assert side.Mask.causal().as_text(2, b=2, n=2) == CAUSAL
+    assert same.as_text(2, b=2) == CAUSAL
 
 
 def test_heads_and_batch_rows_are_labelled_where_they_differ(side):
-    causal = "  0 1\n0 ■ ·\n1 ■ ■"
-    full = "  0 1\n0 ■ ■\n1 ■ ■"
-    full_and_causal = np.array([[[True]], [[False]]]) | (np.tri(2) > 0)
-    by_row, by_head = (
-        side.Mask.dense(side.array(full_and_causal[:, None])),
-        side.Mask.dense(side.array(full_and_causal)),
-    )
-    assert side.Mask.causal().as_text(2, b=2, n=2) == causal
-    assert (side.Mask.causal() & side.Mask.lengths(key=side.array(np.array([3, 3])))).as_text(
-        2, b=2
-    ) == causal
-    assert by_row.as_text(2, b=2, n=2) == f"b=0\n{full}\n\nb=1\n{causal}"
-    assert by_head.as_text(2, b=2, n=2) == f"n=0\n{full}\n\nn=1\n{causal}"
-    by_both = side.Mask.causal() & side.Mask.dense(side.array(np.arange(4).reshape(2, 2, 1, 1) > 0))
-    nothing = "  0 1\n0 · ·\n1 · ·"
-    tables = {"b=0, n=0": nothing, "b=0, n=1": causal, "b=1, n=0": causal, "b=1, n=1": causal}
-    assert by_both.as_text(2, b=2, n=2) == "\n\n".join(
-        f"{label}\n{one}" for label, one in tables.items()
-    )
+    by_row = side.Mask.dense(side.array(FULL_AND_CAUSAL[:, None]))
+    by_head = side.Mask.dense(side.array(FULL_AND_CAUSAL))
+    assert by_row.as_text(2, b=2, n=2) == f"b=0\n{FULL}\n\nb=1\n{CAUSAL}"
+    assert by_head.as_text(2, b=2, n=2) == f"n=0\n{FULL}\n\nn=1\n{CAUSAL}"
+
+
+def test_heads_of_batch_rows_are_labelled_where_both_differ(side):
+    # The first head of the first row sees nothing.
+    others = side.Mask.dense(side.array(np.arange(4).reshape(2, 2, 1, 1) > 0))
+    text = (side.Mask.causal() & others).as_text(2, b=2, n=2)
+    tables = {"b=0, n=0": NOTHING, "b=0, n=1": CAUSAL, "b=1, n=0": CAUSAL, "b=1, n=1": CAUSAL}
+    assert text == "\n\n".join(f"{label}\n{one}" for label, one in tables.items())
 
 
 def test_the_text_of_a_long_mask_numbers_its_keys(side):
@@ -219,11 +238,13 @@ def test_the_text_of_a_long_mask_numbers_its_keys(side):
     assert lines[0] == " " * 22 + "1" + " " * 19 + "2"
     assert lines[1] == "  " + " ".join("0123456789012345678901")
     assert lines[2] == "0 " + "■ " * 21 + "·"
-    assert [line[:2] for line in side.Mask().as_text(11, 1).splitlines()] == [
-        "  ",
-        *(f"{i:2}" for i in range(11)),
-    ]
+    # A second line of digits from the eleventh key on.
     assert [len(side.Mask().as_text(1, s).splitlines()) for s in (10, 11)] == [2, 3]
+
+
+def test_the_text_of_a_long_mask_numbers_its_queries(side):
+    lines = side.Mask().as_text(11, 1).splitlines()
+    assert [line[:2] for line in lines] == ["  ", *(f"{i:2}" for i in range(11))]
     assert side.Mask().as_text(64, 64).count("■") == 64**2
 
 
@@ -240,24 +261,27 @@ def test_the_text_is_of_a_mask_that_fits(side):
         side.Mask.causal().as_text(2, 3)
 
 
+# Where sums of 32 bits wrap around, and beside it.
 ENDS = (2**31 - 1, -(2**31), 2**30, -(2**30), 2**29, -(2**29) - 1, 1)
 FAR = (0, 3, 2**29, 2**31 - 1, 2**40, 2**70, None)
 INTEGERS = ("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64")
 
 
 @pytest.mark.parametrize("offset", ENDS)
-def test_positions_are_those_of_unbounded_integers(side, offset):
+def test_windows_reach_as_far_as_unbounded_integers(side, offset):
     many = side.array(np.full(B, offset, np.int32))
     for left, right in product(FAR, FAR):
-        mask = side.Mask.window(left, right, many)
-        np.testing.assert_array_equal(whole(side, mask), table(window(left, right, offset)))
+        assert_means(side, side.Mask.window(left, right, many), window(left, right, offset))
+
+
+@pytest.mark.parametrize("offset", ENDS)
+def test_positions_are_those_of_unbounded_integers(side, offset):
+    many = side.array(np.full(B, offset, np.int32))
+    assert_means(side, side.Mask.causal(many), causal(offset))
     for length in ENDS:
-        mask = side.Mask.prefix(side.array(np.int32(length)), many) & side.Mask.lengths(
-            query=length, key=many
-        )
-        sees = lambda *at, n=length: prefix(n, offset)(*at) and lengths(n, offset)(*at)  # noqa: E731
-        np.testing.assert_array_equal(whole(side, mask), table(sees))
-    np.testing.assert_array_equal(whole(side, side.Mask.causal(many)), table(causal(offset)))
+        prefixes = side.Mask.prefix(side.array(np.int32(length)), many)
+        assert_means(side, prefixes, prefix(length, offset))
+        assert_means(side, side.Mask.lengths(query=length, key=many), lengths(length, offset))
 
 
 @pytest.mark.parametrize("dtype", INTEGERS)
@@ -265,12 +289,8 @@ def test_positions_of_every_integer_type(side, dtype):
     ends = np.iinfo(dtype)
     for count in (ends.max, ends.min, 2):
         many = side.array(np.full(B, count, dtype))
-        np.testing.assert_array_equal(
-            whole(side, side.Mask.causal(many)), table(causal(int(count)))
-        )
-        np.testing.assert_array_equal(
-            whole(side, side.Mask.lengths(key=many)), table(lengths(None, int(count)))
-        )
+        assert_means(side, side.Mask.causal(many), causal(int(count)))
+        assert_means(side, side.Mask.lengths(key=many), lengths(None, int(count)))
 
 
 @pytest.mark.parametrize(("one", "other"), [*product(INTEGERS, INTEGERS)])
@@ -285,6 +305,7 @@ def test_ids_are_compared_as_integers(side, one, other):
 
 def _ids_at_the_ends(dtype, size):
     ends = np.iinfo(dtype)
+    # Some pairs of them are equal as floating numbers, or in fewer bits.
     ids = [ends.max, ends.min, ends.max // 2 + 1, ends.max - 1, 3, ends.min + 1, ends.max // 2]
     return np.array(ids[:size], dtype)
 
@@ -293,33 +314,31 @@ def _ids_at_the_ends(dtype, size):
 def test_the_repr_of_a_mask_builds_it(sides, spec, sees):
     texts = [repr(make(side, spec) & side.Mask.lengths(query=4)) for side in sides]
     assert texts[0] == texts[1]
+    # A long array is not printed, so that nothing can be built from the text.
     for side in sides if "<array" not in texts[0] else ():
         again = eval(texts[0], {"Mask": side.Mask, "pattern": pattern})
         np.testing.assert_array_equal(whole(side, again), table(sees) & (np.arange(T) < 4)[:, None])
 
 
-def test_reprs(side):
-    mask = (
-        side.Mask.causal()
-        & side.Mask.window(2, None, 1)
-        & side.Mask.lengths(key=side.array(np.array([3, 2])))
-    )
+def test_the_repr_of_a_mask_names_its_parts(side):
+    mask = side.Mask.causal() & side.Mask.window(2, None, 1)
+    mask &= side.Mask.lengths(key=side.array(np.array([3, 2])))
     assert repr(mask) == "Mask.causal() & Mask.window(2, None, offset=1) & Mask.lengths(key=[3, 2])"
     assert repr(side.Mask()) == "Mask()"
     assert repr(side.Mask.sliding_window(3).resolve(1, 1, T, T)) == "Mask.window(2, 0, offset=0)"
+
+
+def test_the_repr_of_a_mask_holds_arrays_that_are_short(side):
     ids = side.array(np.arange(16))
     assert repr(side.Mask.segments(ids)) == f"Mask.segments({[*range(16)]}, {[*range(16)]})"
-    assert (
-        repr(side.Mask.dense(side.array(np.ones((1, 17), bool)))) == "Mask.dense(<array (1, 17)>)"
-    )
+    long = side.array(np.ones((1, 17), bool))
+    assert repr(side.Mask.dense(long)) == "Mask.dense(<array (1, 17)>)"
 
 
 def test_a_mask_moves_to_the_device_of_the_call(sides):
-    mask = (
-        make(sides[1], KINDS["dense"][0])
-        & make(sides[1], KINDS["segments"][0])
-        & make(sides[1], KINDS["causal per row"][0])
-    )
+    mask = sides[1].Mask()
+    for name in ("dense", "segments", "causal per row"):
+        mask &= make(sides[1], KINDS[name][0])
     assert mask.materialise(B, N, T, S, device="meta").device.type == "meta"
 
 
@@ -329,58 +348,53 @@ def test_a_mask_goes_through_jit(sides, spec, sees):
     np.testing.assert_array_equal(seen, table(sees))
 
 
+def sliding(width):
+    return Mask.sliding_window(width) & Mask.causal(2) & Mask.lengths(key=jnp.asarray(LENGTHS))
+
+
 def test_integers_stay_static_and_arrays_are_traced():
-    mask = Mask.sliding_window(3) & Mask.causal(2) & Mask.lengths(key=jnp.asarray(LENGTHS))
-    leaves, structure = jax.tree.flatten(mask)
-    assert [leaf.shape for leaf in leaves] == [(B,)]
     seen = []
-    jax.jit(lambda mask: seen.append([part.offset for part in mask.parts[:2]]))(mask)
+    jax.jit(lambda mask: seen.append([part.offset for part in mask.parts[:2]]))(sliding(3))
     assert seen == [[None, 2]]
-    again = jax.tree.unflatten(structure, leaves)
-    assert jax.tree.structure(again) == structure
-    assert structure != jax.tree.structure(
-        Mask.sliding_window(4) & Mask.causal(2) & Mask.lengths(key=leaves[0])
-    )
+    assert [leaf.shape for leaf in jax.tree.leaves(sliding(3))] == [(B,)]
+
+
+def test_integers_are_part_of_the_structure_of_a_mask():
+    # What is compiled for one window must not serve another one.
+    leaves, structure = jax.tree.flatten(sliding(3))
+    assert jax.tree.structure(jax.tree.unflatten(structure, leaves)) == structure
+    assert jax.tree.structure(sliding(4)) != structure
+
+
+def padded(length, offset):
+    """Return the mask of lengths and of a causal mask, at an offset."""
+    return Mask.lengths(key=jnp.asarray(length)) & Mask.causal(jnp.asarray(offset))
 
 
 def test_one_compilation_serves_all_lengths():
-    traces = []
-
-    @jax.jit
-    def materialise(mask):
-        traces.append(mask)
-        return mask.materialise(B, N, T, S)
-
+    materialise = jax.jit(lambda mask: mask.materialise(B, N, T, S))
     for values in (LENGTHS, LENGTHS[::-1]):
-        seen = materialise(
-            Mask.lengths(key=jnp.asarray(values)) & Mask.causal(jnp.asarray(OFFSETS))
-        )
-        np.testing.assert_array_equal(seen, table(lengths(None, values)) & table(causal(OFFSETS)))
-    assert len(traces) == 1
+        expected = table(lengths(None, values)) & table(causal(OFFSETS))
+        np.testing.assert_array_equal(materialise(padded(values, OFFSETS)), expected)
+    assert materialise._cache_size() == 1
 
 
 def test_vmap_over_lengths_and_offsets():
-    def one(length, offset):
-        return (Mask.lengths(key=length) & Mask.causal(offset)).materialise(1, 1, T, S)[0]
-
-    seen = jax.vmap(one)(jnp.asarray(LENGTHS), jnp.asarray(OFFSETS))
+    seen = jax.vmap(lambda *at: padded(*at).materialise(1, 1, T, S)[0])(LENGTHS, OFFSETS)
     expected = table(lengths(None, LENGTHS)) & table(causal(OFFSETS))
     np.testing.assert_array_equal(seen, expected[:, :1])
 
 
 def test_every_kind_of_mask_is_tested(side):
+    # All that makes a mask is a static method.
     kinds = {n for n, v in vars(side.Mask).items() if isinstance(v, staticmethod)}
     assert kinds == {spec[0] for spec, _ in KINDS.values()}
 
 
+@pytest.mark.parametrize("name", ["causal per row", "key lengths"])
 @pytest.mark.parametrize("dtype", ["int32", "int64"])
-def test_index_dtypes(side, dtype):
-    for name, spec in product(("causal per row", "key lengths"), [np.arange(T, dtype=dtype)]):
-        block = (
-            make(side, KINDS[name][0])
-            .resolve(B, N, T, S)
-            .block(side.array(spec), side.array(np.arange(S, dtype=dtype)))
-        )
-        np.testing.assert_array_equal(
-            np.broadcast_to(side.numpy(block), (B, N, T, S)), table(KINDS[name][1])
-        )
+def test_index_dtypes(side, dtype, name):
+    spec, sees = KINDS[name]
+    index = [side.array(np.arange(size, dtype=dtype)) for size in (T, S)]
+    block = side.numpy(make(side, spec).resolve(B, N, T, S).block(*index))
+    np.testing.assert_array_equal(np.broadcast_to(block, (B, N, T, S)), table(sees))

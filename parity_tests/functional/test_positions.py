@@ -1,6 +1,5 @@
 """Positions against Hugging Face's in float64, and against formulas written in another way."""
 
-import math
 from contextlib import contextmanager
 
 import numpy as np
@@ -24,9 +23,11 @@ B, T, S, N, H, WIDTH, BASE = 3, 5, 7, 2, 16, 12, 500.0
 RANDOM = np.random.default_rng(0)
 _FLOAT32 = torch.get_default_dtype()
 X, COTANGENT = RANDOM.normal(size=(2, B, T, N, H))
+# Documents in one row, a row that goes on, and positions in no order.
 PACKED = np.array([[0, 1, 2, 0, 1], [90, 91, 92, 93, 94], [7, 3, 0, 41, 5]])
 YARN = {"factor": 4.0, "original_context_length": 40}
-SCALINGS = {  # rope_type in Hugging Face, name here, arguments
+# rope_type in Hugging Face, name here, arguments.
+SCALINGS = {
     "none": ("default", None, {}),
     "linear": ("linear", "LinearScaling", {"factor": 4.0}),
     "dynamic": ("dynamic", "DynamicNTKScaling", {"factor": 4.0, "original_context_length": 40}),
@@ -55,6 +56,11 @@ SCALINGS = {  # rope_type in Hugging Face, name here, arguments
 def assert_equal(ours, truth, rule=tolerance.FORWARD):
     error = tolerance.relative({"": np.asarray(ours)}, {"": np.asarray(truth)})[""]
     assert error <= rule, error
+
+
+def turn(side, rope, x=X, positions=PACKED):
+    """Return what a RoPE makes of an array."""
+    return side.numpy(rope(side.array(x), side.array(positions)))
 
 
 def scaling_of(side, name):
@@ -128,14 +134,7 @@ def our_frequencies(side, name):
 
 @pytest.mark.parametrize("name", SCALINGS)
 def test_frequencies_are_those_of_hugging_face(side, name):
-    (ours, amplitude), (theirs, factor) = our_frequencies(side, name), published_frequencies(name)
-    assert theirs.dtype == torch.float32
-    # Each over its own size: the slow ones are thousands of times smaller than the first.
-    each = (
-        {str(i): f for i, f in enumerate(np.split(fs, H // 2))} for fs in (ours, theirs.numpy())
-    )
-    errors = tolerance.reordered(*each)
-    assert max(errors.values()) <= 1, errors
+    ours, amplitude = our_frequencies(side, name)
     with in_float64():
         truth, factor = published_frequencies(name)
     assert ours.dtype == np.float64
@@ -143,49 +142,70 @@ def test_frequencies_are_those_of_hugging_face(side, name):
     assert_equal(amplitude, factor)
 
 
+@pytest.mark.parametrize("name", SCALINGS)
+def test_frequencies_of_hugging_face_are_ours_in_float32(side, name):
+    ours, _ = our_frequencies(side, name)
+    theirs, _ = published_frequencies(name)
+    assert theirs.dtype == torch.float32
+    errors = tolerance.reordered(one_by_one(ours), one_by_one(theirs.numpy()))
+    assert max(errors.values()) <= 1, errors
+
+
+def one_by_one(frequencies):
+    """Return each by itself: the slow ones are thousands of times smaller than the first."""
+    return {str(i): one for i, one in enumerate(np.split(frequencies, H // 2))}
+
+
 @pytest.mark.parametrize("row", range(B))
 @pytest.mark.parametrize("name", SCALINGS)
 def test_rope_is_that_of_hugging_face(side, name, row):
-    ours = rope_of(side, name)(side.array(X[row]), side.array(PACKED[row]))
+    ours = turn(side, rope_of(side, name), X[row], PACKED[row])
     with in_float64():
         cos, sin = published_cos_sin(name, PACKED[row])
         truth, _ = apply_rotary_pos_emb(torch.tensor(X[row]), torch.tensor(X[row]), cos[0], sin[0])
-    assert_equal(side.numpy(ours), truth.numpy())
+    assert_equal(ours, truth.numpy())
 
 
 @pytest.mark.parametrize("width", [None, WIDTH])
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_rope_turns_complex_numbers(side, interleaved, width):
-    ours = side.numpy(side.RoPE(BASE, width, interleaved)(side.array(X), side.array(PACKED)))
-    width = width or H
-    pairs = [(2 * i, 2 * i + 1) if interleaved else (i, i + width // 2) for i in range(width // 2)]
+    half = (width or H) // 2
+    real, imaginary = parts(half, interleaved)
+    turned = (X[..., real] + 1j * X[..., imaginary]) * turns(half)
     truth = X.copy()
-    for i, (a, b) in enumerate(pairs):
-        turn = np.exp(1j * PACKED * BASE ** (-2 * i / width))
-        turned = (X[..., a] + 1j * X[..., b]) * turn[:, :, None]
-        truth[..., a], truth[..., b] = turned.real, turned.imag
-    assert_equal(ours, truth)
+    truth[..., real], truth[..., imaginary] = turned.real, turned.imag
+    assert_equal(turn(side, side.RoPE(BASE, width, interleaved)), truth)
+
+
+def parts(half, interleaved):
+    """Return where the real and the imaginary parts are."""
+    if interleaved:
+        return np.arange(0, 2 * half, 2), np.arange(1, 2 * half, 2)
+    return np.arange(half), np.arange(half, 2 * half)
+
+
+def turns(half):
+    """Return the complex number that each pair of each token is multiplied by, `(b, t, 1, i)`."""
+    frequencies = BASE ** (-np.arange(half) / half)
+    return np.exp(1j * PACKED[:, :, None, None] * frequencies)
 
 
 @pytest.mark.parametrize("name", SCALINGS)
 def test_a_row_is_turned_as_it_is_alone(side, name):
     rope = rope_of(side, name, width=WIDTH)
-    together = side.numpy(rope(side.array(X), side.array(PACKED)))
-    for row, positions in enumerate(PACKED):
-        np.testing.assert_array_equal(
-            together[row], side.numpy(rope(side.array(X[row]), side.array(positions)))
-        )
-    shared = side.numpy(rope(side.array(X), side.array(PACKED[1])))
+    together = turn(side, rope)
+    alone = [turn(side, rope, X[row], PACKED[row]) for row in range(B)]
+    np.testing.assert_array_equal(together, alone)
+    # Positions without a row are those of all.
+    shared = turn(side, rope, X, PACKED[1])
     np.testing.assert_array_equal(shared[1], together[1])
 
 
 def test_positions_count_from_zero(side):
-    default = side.RoPE()(side.array(X))
-    np.testing.assert_array_equal(
-        side.numpy(default), side.numpy(side.RoPE()(side.array(X), np.arange(T)))
-    )
-    np.testing.assert_array_equal(side.numpy(default[:, 0]), X[:, 0])
-    assert (side.numpy(default)[:, 1:] != X[:, 1:]).all()
+    default = side.numpy(side.RoPE()(side.array(X)))
+    np.testing.assert_array_equal(default, turn(side, side.RoPE(), X, np.arange(T)))
+    np.testing.assert_array_equal(default[:, 0], X[:, 0])
+    assert (default[:, 1:] != X[:, 1:]).all()
 
 
 def test_amplitude_scales_what_turns_and_nothing_else(side):
@@ -198,15 +218,15 @@ def test_amplitude_scales_what_turns_and_nothing_else(side):
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_scores_depend_on_differences_of_positions_alone(side, interleaved):
     rope = side.RoPE(BASE, WIDTH, interleaved)
+    near, far = (
+        scores(*(turn(side, rope, x, PACKED + shift) for x in (X, COTANGENT))) for shift in (0, 57)
+    )
+    assert_equal(far, near)
+    assert np.abs(near - scores(X, COTANGENT)).max() > 1
 
-    def scores(shift):
-        query, key = (
-            side.numpy(rope(side.array(x), side.array(PACKED + shift))) for x in (X, COTANGENT)
-        )
-        return np.einsum("b t n h, b s n h -> b n t s", query, key)
 
-    assert_equal(scores(57), scores(0))
-    assert np.abs(scores(0) - np.einsum("b t n h, b s n h -> b n t s", X, COTANGENT)).max() > 1
+def scores(query, key):
+    return np.einsum("b t n h, b s n h -> b n t s", query, key)
 
 
 @pytest.mark.parametrize("name", SCALINGS)
@@ -219,24 +239,31 @@ def test_gradients_of_rope(sides, name):
     assert_equal(*map(gradient, sides), rule=tolerance.GRADIENT)
 
 
+# Positions that bfloat16 does not hold.
+LARGE = np.array([257, 1027, 4099, 65537, 0])
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_low_dtypes_turn_in_float32(side, dtype):
-    positions = side.array(np.array([257, 1027, 4099, 65537, 0]))  # which bfloat16 does not hold
     low = side.array(X.astype("float32"), dtype)
-    turned = side.RoPE(width=WIDTH)(low, positions)
+    wide = side.array(side.numpy(low).astype("float32"))
+    turned, expected = (side.RoPE(width=WIDTH)(x, side.array(LARGE)) for x in (low, wide))
     assert turned.dtype == low.dtype
-    wide = side.array(convert.to_numpy(low).astype("float32"))
-    assert str(wide.dtype).endswith("float32")
-    wide = side.RoPE(width=WIDTH)(wide, positions)
-    assert str(wide.dtype).endswith("float32")
-    expected = side.array(side.numpy(wide), dtype)
-    np.testing.assert_array_equal(convert.to_numpy(turned), convert.to_numpy(expected))
+    assert str(expected.dtype).endswith("float32")
+    assert_rounded(side, turned, expected, dtype)
+
+
+def assert_rounded(side, low, wide, dtype):
+    """Assert that numbers in a low dtype are those of a wide one, rounded once."""
+    rounded = side.array(side.numpy(wide), dtype)
+    np.testing.assert_array_equal(side.numpy(low), side.numpy(rounded))
 
 
 @pytest.mark.parametrize("num_heads", [1, 2, 3, 6, 8, 12, 25])
 def test_alibi_is_that_of_bloom(side, num_heads):
     bias = side.numpy(side.alibi(num_heads, np.arange(S), np.arange(S), dtype=side.array(X).dtype))
     # Bloom's differs by a number for each query.
+    # And it is only read where a causal mask shows it.
     ours = np.tril(bias - bias[..., :1])
     with in_float64():
         truth = build_alibi_tensor(torch.ones((1, S)), num_heads, torch.float64).numpy()
@@ -261,26 +288,26 @@ def test_a_bias_of_batched_positions_has_a_row_for_each(side, make):
         np.testing.assert_array_equal(bias[row], side.numpy(getattr(side, make)(first, *positions)))
 
 
+# Numbers of buckets, and the distance from which on all share one.
 BUCKETS = [(32, 128), (32, 20), (8, 100), (64, 50), (128, 100), (18, 11), (4, 3), (512, 2000)]
 
 
 @pytest.mark.parametrize("bidirectional", [False, True])
-@pytest.mark.parametrize(("num_buckets", "max_distance"), BUCKETS)
-def test_buckets_are_those_of_t5(side, bidirectional, num_buckets, max_distance):
-    options = {
-        "bidirectional": bidirectional,
-        "num_buckets": num_buckets,
-        "max_distance": max_distance,
-    }
-    offsets = np.arange(-max_distance - 9, max_distance + 10)
+@pytest.mark.parametrize("sizes", BUCKETS)
+def test_buckets_are_those_of_t5(side, bidirectional, sizes):
+    options = {"bidirectional": bidirectional}
+    options |= dict(zip(("num_buckets", "max_distance"), sizes, strict=True))
+    # Also further away than that.
+    offsets = np.arange(-sizes[1] - 9, sizes[1] + 10)
     ours = side.numpy(side.t5_buckets([70], offsets + 70, **options))
-    truth = T5Attention._relative_position_bucket(torch.tensor(offsets), *options.values())
+    truth = T5Attention._relative_position_bucket(torch.tensor(offsets), **options)
     np.testing.assert_array_equal(ours[0], truth.numpy())
 
 
 @pytest.mark.parametrize("is_decoder", [False, True])
 def test_bias_is_that_of_t5(side, is_decoder):
     attention = t5_attention(is_decoder)
+    # The queries are the last ones of the keys.
     truth = attention.compute_bias(T, S, past_seen_tokens=S - T)[0].detach().numpy()
     table = side.array(attention.relative_attention_bias.weight.detach().numpy())
     options = {"bidirectional": not is_decoder, "max_distance": 6}
@@ -290,51 +317,53 @@ def test_bias_is_that_of_t5(side, is_decoder):
 
 def test_gradients_of_the_t5_table(sides):
     table, cotangent = RANDOM.normal(size=(8, N)), RANDOM.normal(size=(B, N, T, T))
-
-    def gradient(side):
-        cotangents = side.array(cotangent)
-        bias = lambda table: side.t5_bias(table, PACKED, PACKED, max_distance=6)  # noqa: E731
-        return side.gradients(lambda table: (bias(table) * cotangents).sum(), side.array(table))[0]
-
-    ours, theirs = map(gradient, sides)
+    ours, theirs = (gradient_of_the_table(side, table, cotangent) for side in sides)
     assert_equal(ours, theirs, tolerance.GRADIENT)
     assert np.abs(ours).max() > 1
 
 
+def gradient_of_the_table(side, table, cotangent):
+    def total(table):
+        bias = side.t5_bias(table, PACKED, PACKED, max_distance=6)
+        return (bias * side.array(cotangent)).sum()
+
+    return side.gradients(total, side.array(table))[0]
+
+
 def test_sinusoidal_is_the_formula_of_the_paper(side):
-    ours = side.sinusoidal(PACKED, WIDTH, dtype=side.array(X).dtype)
-    truth = np.empty((B, T, WIDTH))
-    for b, t in np.ndindex(B, T):
-        for i in range(WIDTH // 2):
-            angle = PACKED[b, t] / 10000 ** (2 * i / WIDTH)
-            truth[b, t, 2 * i : 2 * i + 2] = math.sin(angle), math.cos(angle)
-    assert_equal(side.numpy(ours), truth)
-    np.testing.assert_array_equal(
-        side.numpy(side.sinusoidal(PACKED[1], WIDTH, dtype=ours.dtype)), side.numpy(ours)[1]
-    )
+    ours = side.numpy(side.sinusoidal(PACKED, WIDTH, dtype=side.array(X).dtype))
+    angles = PACKED[..., None] / 10000 ** (np.arange(0, WIDTH, 2) / WIDTH)
+    assert_equal(ours[..., 0::2], np.sin(angles))
+    assert_equal(ours[..., 1::2], np.cos(angles))
+    alone = side.sinusoidal(PACKED[1], WIDTH, dtype=side.array(X).dtype)
+    np.testing.assert_array_equal(side.numpy(alone), ours[1])
 
 
 def test_dtypes_of_what_is_made_from_positions_alone(side):
-    low = side.array(X.astype("float32"), "bfloat16").dtype
-    for make in (
-        side.sinusoidal,
-        lambda positions, width, **kw: side.alibi(width, positions, positions, **kw),
-    ):
-        assert make([0, 4099], 6, dtype=low).dtype == low
+    low = dtype_of(side, "bfloat16")
+    assert side.sinusoidal([0, 4099], 6, dtype=low).dtype == low
+    assert side.alibi(6, [0, 4099], [0, 4099], dtype=low).dtype == low
     assert str(side.sinusoidal([0], 6).dtype) == str(side.alibi(6, [0], [0]).dtype)
-    sharp = side.sinusoidal([4099], 6, dtype=side.array(X.astype("float32")).dtype)
-    expected = side.array(side.numpy(sharp), "bfloat16")
-    np.testing.assert_array_equal(
-        convert.to_numpy(side.sinusoidal([4099], 6, dtype=low)), convert.to_numpy(expected)
+
+
+def test_sinusoidal_in_bfloat16_is_rounded_once(side):
+    low, wide = (
+        side.sinusoidal([4099], 6, dtype=dtype_of(side, name)) for name in ("bfloat16", "float32")
     )
+    assert_rounded(side, low, wide, "bfloat16")
+
+
+def dtype_of(side, name):
+    """Return a dtype of this side."""
+    return side.array(np.zeros(1, "float32"), name).dtype
 
 
 def randomised(module):
+    """Return a module of Hugging Face whose parameters are all drawn."""
     with torch.no_grad():
         for parameter in module.parameters():
-            parameter.copy_(
-                torch.tensor(RANDOM.normal(size=parameter.shape) / parameter.shape[-1] ** 0.5)
-            )
+            drawn = RANDOM.normal(size=parameter.shape) / parameter.shape[-1] ** 0.5
+            parameter.copy_(torch.tensor(drawn))
     return module.eval()
 
 
@@ -345,47 +374,46 @@ def t5_attention(is_decoder=False):
     return randomised(T5Attention(config, has_relative_attention_bias=True, layer_idx=0).double())
 
 
-def multi_head(side, state, **keywords):
-    """Return a layer that holds the state of the four projections of a published one."""
+def multi_head(side, projections, **keywords):
+    """Return a layer that holds the weights of the four projections of a published one."""
     layer = side.build("MultiHeadAttention", N * H, N * H, None, 0.0, N, out_bias=False, **keywords)
-    names = ("W_query", "W_key", "W_value", "out_proj")
-    state = {f"{name}.weight": weight.detach() for name, weight in zip(names, state, strict=True)}
-    if side.is_flax:
-        convert.load_state_dict(layer, state)
-    else:
-        layer.load_state_dict(state)
+    names = ("W_query.weight", "W_key.weight", "W_value.weight", "out_proj.weight")
+    weights = [projection.weight.detach() for projection in projections]
+    load = convert.load_state_dict if side.is_flax else torch.nn.Module.load_state_dict
+    load(layer, dict(zip(names, weights, strict=True)))
     return layer
 
 
 @pytest.mark.parametrize("name", ["none", "yarn", "llama3"])
 def test_attention_with_rope_is_that_of_llama(side, name):
     x = RANDOM.normal(size=(1, T, N * H))
-    positions = PACKED[1]
+    llama = randomised(LlamaAttention(llama_config(name, num_key_value_heads=1), 0).double())
+    projections = (llama.q_proj, llama.k_proj, llama.v_proj, llama.o_proj)
+    layer = multi_head(side, projections, num_kv_heads=1, rope=rope_of(side, name))
+    ours = run(side, layer, x, positions=PACKED[1])
+    assert_equal(ours, output_of_llama(llama, x, name, PACKED[1]))
+
+
+def output_of_llama(llama, x, name, positions):
+    hidden = torch.full((T, T), -torch.inf, dtype=torch.float64).triu(1)
     with in_float64():
-        llama = randomised(LlamaAttention(llama_config(name, num_key_value_heads=1), 0).double())
-        hidden = torch.full((T, T), -torch.inf, dtype=torch.float64).triu(1)
-        truth, _ = llama(torch.tensor(x), published_cos_sin(name, positions), hidden[None, None])
-    state = [
-        projection.weight for projection in (llama.q_proj, llama.k_proj, llama.v_proj, llama.o_proj)
-    ]
-    layer = multi_head(side, state, num_kv_heads=1, rope=rope_of(side, name))
-    assert_equal(run(side, layer, x, positions=positions), truth.detach().numpy())
+        cos_sin = published_cos_sin(name, positions)
+        output, _ = llama(torch.tensor(x), cos_sin, hidden[None, None])
+    return output.detach().numpy()
 
 
 def test_attention_with_relative_bias_and_scale_is_that_of_t5(side):
-    x = RANDOM.normal(size=(1, T, N * H))
-    t5 = t5_attention()
+    x, t5 = RANDOM.normal(size=(1, T, N * H)), t5_attention()
     with in_float64():
-        truth = t5(torch.tensor(x))[0]
-    layer = multi_head(
-        side,
-        [part.weight for part in (t5.q, t5.k, t5.v, t5.o)],
-        causal=False,
-        scores=side.Scores(scale=1.0),
-    )
+        truth, *_ = t5(torch.tensor(x))
+    layer = multi_head(side, (t5.q, t5.k, t5.v, t5.o), causal=False, scores=side.Scores(scale=1.0))
+    ours = run(side, layer, x, bias=bias_of_t5(side, t5))
+    assert_equal(ours, truth.detach().numpy())
+
+
+def bias_of_t5(side, t5):
     table = side.array(t5.relative_attention_bias.weight.detach().numpy())
-    bias = side.t5_bias(table, np.arange(T), np.arange(T), max_distance=6)
-    assert_equal(run(side, layer, x, bias=bias), truth.detach().numpy())
+    return side.t5_bias(table, np.arange(T), np.arange(T), max_distance=6)
 
 
 def run(side, layer, x, **options):
@@ -398,14 +426,11 @@ def roped(side, **keywords):
 
 def test_a_module_counts_positions_from_zero_and_feels_them(side):
     layer, x = roped(side), RANDOM.normal(size=(B, T, 6))
-    given = side.jit(lambda x, positions: layer(x, positions=positions))
-    default, shifted, spread = (
-        side.numpy(given(side.array(x), positions))
-        for positions in (np.arange(T), np.arange(T) + 70, 2 * np.arange(T))
-    )
-    assert_equal(run(side, layer, x), default)
-    assert_equal(shifted, default)
-    assert not np.allclose(spread, default)
+    default = run(side, layer, x)
+    assert_equal(run(side, layer, x, positions=np.arange(T)), default)
+    # Only differences count.
+    assert_equal(run(side, layer, x, positions=np.arange(T) + 70), default)
+    assert not np.allclose(run(side, layer, x, positions=2 * np.arange(T)), default)
 
 
 def test_packed_sequences_are_as_they_are_alone(side):
@@ -415,13 +440,15 @@ def test_packed_sequences_are_as_they_are_alone(side):
     assert_equal(together, np.concatenate([run(side, layer, part) for part in (x[:3], x[3:])]))
 
 
-def test_a_scaling_of_ones_own(side):
-    class Fixed(Scaling):
-        def frequencies(self, base, width):
-            return np.arange(1, width // 2 + 1) / self.factor
+class Fixed(Scaling):
+    """Frequencies that are no powers of a base."""
 
-    turned = side.numpy(side.RoPE(scaling=Fixed(4.0))(side.array(X), side.array(PACKED)))
+    def frequencies(self, base, width):
+        return np.arange(1, width // 2 + 1) / self.factor
+
+
+def test_a_scaling_of_ones_own(side):
+    turned = turn(side, side.RoPE(scaling=Fixed(4.0)))
     angles = PACKED[..., None, None] * np.arange(1, H // 2 + 1) / 4
-    assert_equal(
-        turned[..., : H // 2], X[..., : H // 2] * np.cos(angles) - X[..., H // 2 :] * np.sin(angles)
-    )
+    real, imaginary = np.split(X, 2, axis=-1)
+    assert_equal(turned[..., : H // 2], real * np.cos(angles) - imaginary * np.sin(angles))

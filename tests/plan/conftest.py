@@ -7,7 +7,7 @@ import pytest
 
 from flax_attn.models.llama import Llama, LlamaConfig
 from flax_attn.plan.job import Job
-from flax_attn.plan.models import Decoder
+from flax_attn.plan.models import LibraryModel
 from flax_attn.plan.topology import topology
 
 CONFIG = LlamaConfig(
@@ -15,7 +15,7 @@ CONFIG = LlamaConfig(
 )
 
 
-SMALL = Decoder(Llama, CONFIG)
+SMALL = LibraryModel(Llama, CONFIG)
 
 
 @pytest.fixture

@@ -20,17 +20,17 @@ from flax_attn.modules.calls import Attention
 from flax_attn.modules.work import Work, count_pairs, products
 from flax_attn.plan import cost, work
 from flax_attn.plan.hlo import read
-from flax_attn.plan.models import Decoder
+from flax_attn.plan.models import LibraryModel
 from flax_attn.plan.placement import held, model_on
 from flax_attn.plan.plan import plan
 
 SIZES = {"num_heads": 4, "num_layers": 2, "context_length": 64, "vocab_size": 40}
 EXPERTS = {"num_experts": 8, "top_k": 2, "d_expert": 20}
-DEEPSEEK = Decoder(DeepseekV3, DeepseekV3Config(
+DEEPSEEK = LibraryModel(DeepseekV3, DeepseekV3Config(
     32, 48, **SIZES, **EXPERTS, kv_lora_rank=16, q_lora_rank=24, qk_nope_head_dim=6,
     qk_rope_head_dim=4, v_head_dim=5, groups=4, top_groups=2, num_dense_layers=1,
 ))  # fmt: skip
-NEXT = Decoder(Qwen3Next, Qwen3NextConfig(
+NEXT = LibraryModel(Qwen3Next, Qwen3NextConfig(
     32, 48, **SIZES, **EXPERTS, num_kv_heads=2, head_dim=8, full_layers=(1,), linear_heads=4,
     linear_key_heads=2, linear_head_dim=6, linear_value_dim=10, d_shared=14,
 ))  # fmt: skip
@@ -165,7 +165,7 @@ def model_of(attention):
         def attention(self, layer, backend, *, rngs, **numerics):
             return attention(self.config.d_model, rngs)
 
-    return Decoder(Model, SMALL)
+    return LibraryModel(Model, SMALL)
 
 
 def test_the_work_of_a_variant_of_your_own_is_counted(job):

@@ -5,10 +5,10 @@ from flax_attn.models import GPT2
 from flax_attn.models.mixtral import Mixtral, MixtralConfig
 from flax_attn.models.smollm3 import SmolLM3, SmolLM3Config
 from flax_attn.plan.job import Job, parse_mesh, parse_rules
-from flax_attn.plan.models import MODELS, Decoder, find_decoder
+from flax_attn.plan.models import MODELS, LibraryModel, find_decoder
 from flax_attn.plan.topology import simulated, topology
 
-MIXTRAL = Decoder(Mixtral, MixtralConfig(32, 48, num_heads=4, num_layers=2, num_experts=4))
+MIXTRAL = LibraryModel(Mixtral, MixtralConfig(32, 48, num_heads=4, num_layers=2, num_experts=4))
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_what_is_no_decoder_is_refused_with_those_that_are(tmp_path):
 
 def test_the_first_layers_are_planned_alone():
     config = SmolLM3Config(8, 12, 4, 6, window=3, full_layers=(1, 5), unrotated_layers=(0, 3))
-    model = Decoder(SmolLM3, config)
+    model = LibraryModel(SmolLM3, config)
     found = model.first_layers(3).config
     assert (found.num_layers, found.full_layers, found.unrotated_layers) == (3, (1,), (0,))
     assert model.first_layers(None) is model

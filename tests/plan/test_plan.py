@@ -12,7 +12,7 @@ from flax_attn.modules.work import Work
 from flax_attn.plan import phases, report
 from flax_attn.plan.collectives import Collective
 from flax_attn.plan.estimate import changes
-from flax_attn.plan.models import Decoder
+from flax_attn.plan.models import LibraryModel
 from flax_attn.plan.phases import Phase
 from flax_attn.plan.placement import Held, held, model_on
 from flax_attn.plan.plan import Plan, plan
@@ -87,7 +87,7 @@ def test_a_window_is_less_work(job):
 
 def test_a_model_with_dropout_and_a_tied_head_is_trained(job):
     config = GPT2Config(24, 3, 2, context_length=16, vocab_size=40)
-    one = job({"data": 4, "fsdp": 2}, model=Decoder(GPT2, config), dtype="float32")
+    one = job({"data": 4, "fsdp": 2}, model=LibraryModel(GPT2, config), dtype="float32")
     (phase,) = plan(one).phases
     kernels = 2 * (4 * 24 * 24 + 2 * 24 * 96) + 24 * 40
     assert phase.work == 3 * (2 * kernels * 16 + 2 * 4 * 24 * 16 * 17 // 2)

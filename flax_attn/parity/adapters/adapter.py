@@ -31,6 +31,11 @@ class AdapterError(RuntimeError):
     """One framework raised an error where the other did not."""
 
 
+def error_text(error: Exception) -> str:
+    """Return the kind of an error and its message, as Python prints them."""
+    return f"{type(error).__name__}: {error}"
+
+
 class NotRun(Exception):  # noqa: N818, it is no error
     """A check that does not apply to a pair; the message says why."""
 

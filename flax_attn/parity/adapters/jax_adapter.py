@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial, wraps
 from typing import Any, get_args
 
@@ -46,10 +47,9 @@ def _promoting(method: Callable) -> Callable:
     def promoting(self: JaxAdapter, *arguments: Any, **options: Any) -> Any:
         if not self.mixes_dtypes:
             # Most modules run as the process has it, and one that fails does so at once.
-            try:
+            with suppress(jax.dtypes.TypePromotionError):
                 return method(self, *arguments, **options)
-            except jax.dtypes.TypePromotionError:
-                self.mixes_dtypes = True
+            self.mixes_dtypes = True
         with jax.numpy_dtype_promotion("standard"):
             return method(self, *arguments, **options)
 
@@ -154,11 +154,8 @@ class JaxAdapter(ModuleAdapter):
     @_promoting
     def traced(self, spec: RunSpec) -> tuple[Any, list[jax.Array]]:
         """Return the jaxpr of what a float64 run compiles, and the arrays that it takes."""
-        arguments: list[Any] = [*self.arguments(spec)]
-        function = self.programs.outputs
-        if spec.cotangents is not None:
-            function = self.programs.gradients
-            arguments.append(self.arrays(spec.cotangents))
+        programs, arguments = self.programs, self._with_cotangents(spec)
+        function = programs.outputs if spec.cotangents is None else programs.gradients
         # The mode is of Python and no array.
         trace = jax.make_jaxpr(partial(function, mode=spec.mode))
         return trace(*arguments), jax.tree.leaves(arguments)
@@ -166,64 +163,69 @@ class JaxAdapter(ModuleAdapter):
     @_promoting
     def program(self, spec: RunSpec) -> Any:
         """Return the jaxpr of a compiled run; where that has run, nothing is traced again."""
-        arguments = self.arguments(spec)
-        programs = self.programs
+        programs, arguments = self.programs, self._with_cotangents(spec)
         if spec.cotangents is None:
             traced = programs.compiled_outputs.trace(*arguments, spec.mode, spec.cached)
         else:
-            cotangents = self.arrays(spec.cotangents, spec.dtype)
-            traced = programs.compiled_gradients.trace(*arguments, cotangents, mode=spec.mode)
+            traced = programs.compiled_gradients.trace(*arguments, mode=spec.mode)
         return traced.jaxpr
 
     def arguments(self, spec: RunSpec) -> tuple[Any, Any, Any, Any]:
         """Return what a run is given: parameters, inputs, other state and extras."""
-        own, given = self._params, spec.inputs
-        if spec.rounding_seed:
-            eps = float(jnp.finfo(spec.dtype).eps)
-            # One stream for both: parameters and inputs are not rounded alike.
-            factors = rounding_factors(spec.rounding_seed, eps)
-            own = round_stochastically(own, factors)
-            given = round_stochastically(given, factors)
+        own, given = self._rounded(spec) if spec.rounding_seed else (self._params, spec.inputs)
         params = self.arrays(own, spec.dtype)
         inputs = self.arrays(given, spec.dtype)
         state = self._state(spec.mode, spec.dtype)
-        extras = as_extras(spec.extras)
-        return params, inputs, state, extras
+        return params, inputs, state, as_extras(spec.extras)
+
+    def _with_cotangents(self, spec: RunSpec) -> tuple[Any, ...]:
+        """Return what a run is given, and the cotangents, if it computes gradients."""
+        arguments = self.arguments(spec)
+        if spec.cotangents is None:
+            return arguments
+        return *arguments, self.arrays(spec.cotangents, spec.dtype)
+
+    def _rounded(self, spec: RunSpec) -> tuple[Arrays, Arrays]:
+        """Return parameters and inputs that are rounded up or down at random."""
+        eps = float(jnp.finfo(spec.dtype).eps)
+        # One stream for both: parameters and inputs are not rounded alike.
+        factors = rounding_factors(spec.rounding_seed, eps)
+        params = round_stochastically(self._params, factors)
+        return params, round_stochastically(spec.inputs, factors)
 
     @_promoting
     def train(self, spec: TrainingSpec) -> Arrays:
         """Train a copy; return the final parameters by shared names, and the losses as `loss`."""
-        params = self.arrays(self._params)
-        inputs = self.arrays(spec.inputs)
-        state = self._state(spec.mode, "float64")
         # What is not shared, or is frozen in PyTorch, is not trained here either.
         names = set().union(*(entry.ours for entry in self._trained))
         training = Training(self.programs, spec, self.arrays(spec.targets), names)
-        params, losses = training.run(params, inputs, state)
+        state = self._state(spec.mode, "float64")
+        start, inputs = self.arrays(self._params), self.arrays(spec.inputs)
+        params, losses = training.run(start, inputs, state)
         return self._shared(params) | {"loss": np.array(losses)}
 
     def _run(self, spec: RunSpec) -> Result:
         if spec.cotangents is None:
             return self._run_forward(spec)
-        arguments = self.arguments(spec)
-        cotangents = self.arrays(spec.cotangents, spec.dtype)
-        programs = self.programs
+        arguments = self._with_cotangents(spec)
         if spec.tangents is not None:
-            params, inputs, *_ = arguments
-            along = self._tangents(spec.tangents, params, inputs)
-            second = programs.second(*arguments, cotangents, along)
-            return Result({}, second=self._all(*second))
-        run = programs.rounded_gradients if spec.rounded_sums else programs.compiled_gradients
-        outputs, gradients = run(*arguments, cotangents, mode=spec.mode)
+            return self._run_second(arguments, spec.tangents)
+        run = self.programs.backward(spec)
+        outputs, gradients = run(*arguments, mode=spec.mode)
         return Result(self._named(outputs), self._all(*gradients), dtypes=dtypes(outputs))
+
+    def _run_second(self, arguments: Sequence[Any], tangents: Arrays) -> Result:
+        params, inputs, *_ = arguments
+        along = self._tangents(tangents, params, inputs)
+        second = self.programs.second(*arguments, along)
+        return Result({}, second=self._all(*second))
 
     def _run_forward(self, spec: RunSpec) -> Result:
         before = None
         if spec.before is not None:
             before = self.arrays(spec.before, spec.dtype)
-        forward = self.programs.forward(spec)
-        arguments = self.arguments(spec)
-        outputs = forward(*arguments, spec.mode, spec.cached, before)
+        run = self.programs.forward(spec)
+        outputs = run(*self.arguments(spec), spec.mode, spec.cached, before)
         return Result(self._named(outputs), dtypes=dtypes(outputs))
 
     def _build(self, params, state, mode: Mode) -> Any:
@@ -251,15 +253,11 @@ class JaxAdapter(ModuleAdapter):
     def _named(self, outputs: Mapping[str, Any]) -> Arrays:
         """Return outputs, statistics that a call leaves by their shared names."""
         arrays = float64(outputs)
-        kept = {}
-        for own in self._statistics:
-            # Outputs of another mode hold none.
-            if kept_name(own) in arrays:
-                kept[own] = arrays.pop(kept_name(own))
-        for entry in self.entries:
-            if entry.ours[0] in kept:
-                arrays[kept_name(entry.theirs)] = entry.join(kept)
-        return arrays
+        # Outputs of another mode hold none.
+        names = [name for name in self._statistics if kept_name(name) in arrays]
+        kept = {name: arrays.pop(kept_name(name)) for name in names}
+        entries = [entry for entry in self.entries if entry.ours[0] in kept]
+        return arrays | {kept_name(entry.theirs): entry.join(kept) for entry in entries}
 
     def _state(self, mode: Mode, dtype: str) -> tuple[JaxArrays, Any]:
         return cast(self._statistics, dtype), cast_tree(self._modes[mode].rest, dtype)
@@ -268,14 +266,11 @@ class JaxAdapter(ModuleAdapter):
         self, tangents: Arrays, params: JaxArrays, inputs: JaxArrays
     ) -> tuple[JaxArrays, JaxArrays]:
         """Return the tangents of parameters by our names, and of the inputs."""
-        shared = {}
+        # A parameter that is not shared does not move.
+        of_params = jax.tree.map(jnp.zeros_like, params)
         for entry in self._trained:
-            shared |= entry.split(tangents[entry.theirs])
-        of_params = {}
-        for name, value in params.items():
-            # A parameter that is not shared does not move.
-            tangent = shared.get(name, np.zeros(value.shape, value.dtype))
-            of_params[name] = jnp.asarray(tangent)
+            moved = entry.split(tangents[entry.theirs])
+            of_params |= jax.tree.map(jnp.asarray, moved)
         of_inputs = {name: jnp.asarray(tangents[name]) for name in floating(inputs)}
         return of_params, of_inputs
 

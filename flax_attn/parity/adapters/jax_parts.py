@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -12,6 +13,9 @@ from flax import linen, nnx
 from flax_attn.convert.api import naming
 from flax_attn.parity.adapters.adapter import Mode, PairingError
 from flax_attn.parity.adapters.module_adapter import check_kind
+
+# The collections of Linen that a PyTorch module has as well.
+_SHARED = ("params", "batch_stats")
 
 
 class Parts(NamedTuple):
@@ -59,13 +63,18 @@ def take_apart(module: Any, mode: Mode = "eval") -> Parts:
         return _nnx(module, mode)
     if isinstance(module, linen.Module):
         return _linen(module)
-    # A function with its parameters bound.
     if isinstance(module, jax.tree_util.Partial) and len(module.args) == 1 and not module.keywords:
-        bound = _arrays(module.args[0], lambda tree: jax.tree_util.Partial(module.func, tree))
-        return bound._replace(call=module.func)
+        return _bound(module)
     if not jax.tree_util.all_leaves([module]):
-        return _pytree(module, mode != "eval")
+        return _pytree(module, mode)
     return Parts({}, {}, {}, lambda arrays, rest: module, module)
+
+
+def _bound(function: jax.tree_util.Partial) -> Parts:
+    """Return the parts of a function that its parameters are bound to."""
+    (params,) = function.args
+    parts = _arrays(params, lambda tree: jax.tree_util.Partial(function.func, tree))
+    return parts._replace(call=function.func)
 
 
 def _nnx(module: nnx.Module, mode: Mode) -> Parts:
@@ -126,13 +135,14 @@ class _TakenNnx:
         found = {}
         for path, variable in nnx.to_flat_state(statistics):
             found.update(_values(variable, self._names[path]))
+        return found, self._rest_of(left)
+
+    def _rest_of(self, left: Any) -> Any:
         # What a call adds, such as an intermediate result, is no state of the next one.
         moved = dict(nnx.to_flat_state(left))
-        rest = []
-        for path, before in nnx.to_flat_state(self.rest):
-            after = moved.get(path, before)
-            rest.append((path, after))
-        return found, nnx.from_flat_state(rest)
+        known = nnx.to_flat_state(self.rest)
+        rest = [(path, moved.get(path, before)) for path, before in known]
+        return nnx.from_flat_state(rest)
 
 
 def _values(variable: Any, names: Mapping[str, int | None]) -> dict[str, jax.Array]:
@@ -160,46 +170,57 @@ def _linen(module: linen.Module) -> Parts:
             " module.bind(variables), or flax.nnx.bridge.ToNNX(module, rngs).lazy_init(inputs)"
         )
     unbound, variables = module.unbind()
-    shared, rest = {}, {}
-    for collection, values in variables.items():
-        own = shared if collection in ("params", "batch_stats") else rest
-        own[collection] = values
+    shared = {name: variables[name] for name in _SHARED if name in variables}
+    rest = {name: values for name, values in variables.items() if name not in shared}
     leaves, structure = jax.tree_util.tree_flatten_with_path(shared)
-    # The name of a leaf is its path without that of its collection.
-    names = [_dotted(path[1:]) for path, _ in leaves]
-
-    def build(arrays: Mapping[str, jax.Array], rest: Any) -> linen.Module:
-        collections = jax.tree.unflatten(structure, [arrays[name] for name in names])
-        return unbound.bind({**collections, **rest})
-
-    parts = Parts({}, {}, rest, build, type(module).__call__)
-    for name, (path, leaf) in zip(names, leaves, strict=True):
-        own = parts.statistics if path[0].key == "batch_stats" else parts.params
+    params, statistics, names = {}, {}, []
+    for (collection, *path), leaf in leaves:
+        own = params if collection.key == "params" else statistics
+        # The name of a leaf is its path without that of its collection.
+        name = _dotted(path)
+        names.append(name)
         own[name] = leaf
-    return parts
+    build = partial(_bind, unbound, structure, names)
+    return Parts(params, statistics, rest, build, type(module).__call__)
 
 
-def _pytree(module: Any, train: bool) -> Parts:
+def _bind(
+    unbound: linen.Module,
+    structure: Any,
+    names: Sequence[str],
+    arrays: Mapping[str, jax.Array],
+    rest: Any,
+) -> linen.Module:
+    collections = jax.tree.unflatten(structure, [arrays[name] for name in names])
+    return unbound.bind({**collections, **rest})
+
+
+def _pytree(module: Any, mode: Mode) -> Parts:
     # An equinox module is a pytree with arrays for leaves; the floating ones are its parameters.
     if type(module).__module__.startswith("equinox") or hasattr(module, "__dataclass_fields__"):
-        module = _inference(module, not train)
+        module = _inference(module, mode == "eval")
     return _arrays(module, lambda tree: tree)._replace(call=type(module).__call__)
 
 
 def _arrays(module: Any, made: Callable[[Any], Any]) -> Parts:
     """Return the parts of a tree of arrays, that `made` makes a module of."""
     leaves, tree = jax.tree_util.tree_flatten_with_path(module)
-    names = [_dotted(path) for path, _ in leaves]
     static = {_dotted(path): leaf for path, leaf in leaves}
     # What is whole or no array, such as a key, is not a parameter.
     params = {name: leaf for name, leaf in static.items() if _is_floating(leaf)}
+    return Parts(params, {}, {}, partial(_build, tree, static, made), made)
 
-    def build(arrays: Mapping[str, jax.Array], rest: Any) -> Any:
-        values = static | dict(arrays)
-        built = jax.tree.unflatten(tree, [values[name] for name in names])
-        return made(built)
 
-    return Parts(params, {}, {}, build, made)
+def _build(
+    tree: Any,
+    static: Mapping[str, Any],
+    made: Callable[[Any], Any],
+    arrays: Mapping[str, jax.Array],
+    rest: Any,
+) -> Any:
+    # The names of the leaves are all different, and in their order.
+    values = {**static, **arrays}
+    return made(jax.tree.unflatten(tree, [values[name] for name in static]))
 
 
 def _is_floating(leaf: Any) -> bool:

@@ -49,6 +49,10 @@ class Programs:
             return self.outputs
         return self.optimized_outputs if spec.optimized else self.compiled_outputs
 
+    def backward(self, spec: RunSpec) -> Callable:
+        """Return `gradients` as a run asks for it."""
+        return self.rounded_gradients if spec.rounded_sums else self.compiled_gradients
+
     @cached_property
     def compiled_outputs(self) -> Any:
         """`outputs`, compiled as fast as can be."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 
@@ -40,6 +40,8 @@ class Training:
         self._targets = targets
         self._names = trained
         self._optimizer = spec.recipe.optax()
+        self._loss_of = compiled(self._loss)
+        self._zeros = {name: _zeros(target) for name, target in targets.items()}
 
     def run(self, params: JaxArrays, inputs: JaxArrays, state: Any) -> tuple[JaxArrays, list]:
         """Return the parameters after all steps, and the loss of each."""
@@ -48,34 +50,33 @@ class Training:
         moves = programs.moves_state(params, inputs, state, extras[0], spec.mode)
         # Where there is no state, the program of the gradients has been compiled already.
         step = programs.step if moves else programs.compiled_gradients
-        loss_of, update = compiled(self._loss), compiled(self._update)
+        update = compiled(self._update)
         optimizer_state = compiled(self._optimizer.init)(self._trained(params))
-        zeros = {name: _zeros(target) for name, target in self._targets.items()}
         losses = []
         for own in extras:
             run = partial(step, params, inputs, state, own, mode=spec.mode)
-            # One compiled program gives the outputs first, then the gradients of their loss.
-            outputs, *_ = run(zeros)
-            loss, cotangents = loss_of(outputs)
-            _, (gradients, _), *left = run(cotangents)
+            loss, gradients, *left = self._differentiated(run)
+            losses.append(loss)
             if moves:
                 # The next step begins with the state that this one leaves, as in PyTorch.
                 (state,) = left
             params, optimizer_state = update(params, optimizer_state, gradients)
-            losses.append(loss)
         return params, losses
+
+    def _differentiated(self, run: Callable) -> tuple[Any, ...]:
+        """Return the loss of a step, its gradients, and the state that the step leaves, if any."""
+        # One compiled program gives the outputs first, then the gradients of their loss.
+        outputs, *_ = run(self._zeros)
+        loss, cotangents = self._loss_of(outputs)
+        _, (gradients, _), *left = run(cotangents)
+        return loss, gradients, *left
 
     def _loss(self, outputs: Mapping[str, Any]) -> tuple[jax.Array, JaxArrays]:
         """Return the sum of the mean squared errors, with its gradients by the outputs."""
-        loss = jnp.zeros(())
-        cotangents = {}
+        loss, cotangents = jnp.zeros(()), {}
         for name, target in self._targets.items():
-            # A module may return an output in another dtype than that of the run.
-            output = output_of(outputs, name).astype(target.dtype)
-            missing = jnp.isnan(target)
-            error = jnp.where(missing, 0.0, output - target)
-            squares = jnp.square(error)
-            loss += squares.mean()
+            error = _error(output_of(outputs, name), target)
+            loss += jnp.square(error).mean()
             cotangents[name] = 2 * error / error.size
         return loss, cotangents
 
@@ -90,6 +91,12 @@ class Training:
 
     def _trained(self, values: JaxArrays) -> JaxArrays:
         return {name: value for name, value in values.items() if name in self._names}
+
+
+def _error(output: jax.Array, target: jax.Array) -> jax.Array:
+    # A module may return an output in another dtype than that of the run.
+    difference = output.astype(target.dtype) - target
+    return jnp.where(jnp.isnan(target), 0.0, difference)
 
 
 def _zeros(target: jax.Array) -> jax.Array:

@@ -31,11 +31,9 @@ class ModuleCall:
             arguments = [inputs[f"input {i}"] for i in range(len(inputs))]
         else:
             keywords = {**inputs, **keywords}
-        if self.function is not None:
-            arguments.insert(0, module)
-            module = self.function
-        result = module(*arguments, **keywords)
-        return named(result)
+        if self.function is None:
+            return named(module(*arguments, **keywords))
+        return named(self.function(module, *arguments, **keywords))
 
 
 class ModuleAdapter:
@@ -91,15 +89,21 @@ def check_kind(module: Any, rule: str, foreign: Mapping[str, str]) -> None:
     """
     if isinstance(module, type):
         raise PairingError(f"{rule}; got the class {module.__name__}: pass a module of it")
-    for base in type(module).__mro__:
-        package = base.__module__.partition(".")[0]
-        if package in foreign:
-            raise PairingError(
-                f"{rule}; got {type(module).__name__}, of {foreign[package]}. "
-                "The order is compare(flax_module, torch_module, inputs)"
-            )
+    problem = f"{rule}; got {type(module).__name__}"
+    origin = _origin(module, foreign)
+    if origin:
+        raise PairingError(
+            f"{problem}, of {origin}. The order is compare(flax_module, torch_module, inputs)"
+        )
     if not callable(module):
-        raise PairingError(f"{rule}; got {type(module).__name__}")
+        raise PairingError(problem)
+
+
+def _origin(module: Any, foreign: Mapping[str, str]) -> str:
+    """Return the other framework that a module is of; empty if it is of none."""
+    # A class that is derived from theirs is theirs as well.
+    packages = [base.__module__.partition(".")[0] for base in type(module).__mro__]
+    return next((foreign[package] for package in packages if package in foreign), "")
 
 
 def named(result: Any) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from os import PathLike
 from pathlib import Path
@@ -28,6 +28,7 @@ from flax_attn.parity.adapters.adapter import (
     Result,
     RunSpec,
     Untested,
+    error_text,
 )
 
 if TYPE_CHECKING:
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
 # The format of the file; another one is refused.
 FORMAT = 3
 _KINDS = ("outputs", "gradients", "second")
+# What reading a file that was cut or changed may raise.
+_DAMAGED = (safetensors.SafetensorError, OSError, ValueError)
 
 
 class ExportError(PairingError):
@@ -63,12 +66,11 @@ class RecordingAdapter:
 
     def run(self, spec: RunSpec) -> Result:
         """Run the adapter, and keep the result or the error."""
-        about: dict[str, Any] = {"digest": digest(spec)}
-        self.about[spec.name] = about
+        about = self._begin(spec)
         try:
             result = self.adapter.run(spec)
         except Exception as error:
-            about["raised"] = f"{type(error).__name__}: {error}"
+            about["raised"] = error_text(error)
             raise
         about["dtypes"] = dict(result.dtypes)
         for kind in _KINDS:
@@ -77,19 +79,23 @@ class RecordingAdapter:
 
     def train(self, spec: TrainingSpec) -> Arrays:
         """Train the adapter, and keep the result."""
-        self.about[spec.name] = {"digest": digest(spec)}
+        self._begin(spec)
         result = self.adapter.train(spec)
         self._keep(f"{spec.name}/trained", result)
         return result
 
+    def _begin(self, spec: RunSpec | TrainingSpec) -> dict[str, Any]:
+        """Return what is kept about a run beside its arrays: so far, what it was given."""
+        about = self.about[spec.name] = {"digest": digest(spec)}
+        return about
+
     def _keep(self, prefix: str, arrays: Arrays) -> None:
-        for name, array in arrays.items():
-            self.results[f"{prefix}/{name}"] = np.asarray(array, order="C")
+        for name, array in _prefixed(f"{prefix}/", arrays).items():
+            self.results[name] = np.asarray(array, order="C")
 
     def save(self, path: str | PathLike[str], inputs: Arrays, about: Mapping[str, Any]) -> None:
         """Write all results, with the inputs and a header."""
-        arrays = self.results | {f"weights/{name}": array for name, array in self.weights().items()}
-        arrays |= {f"inputs/{name}": array for name, array in inputs.items()}
+        arrays = self.results | _prefixed("weights/", self.weights()) | _prefixed("inputs/", inputs)
         header = {
             **about,
             "format": FORMAT,
@@ -107,6 +113,10 @@ class RecordingAdapter:
         except safetensors.SafetensorError as error:
             # This is what it makes of a full disk.
             raise ExportError(f"cannot write {path}: {error}. Pass a folder with space") from error
+
+
+def _prefixed(prefix: str, arrays: Arrays) -> Arrays:
+    return {f"{prefix}{name}": array for name, array in arrays.items()}
 
 
 class Recording:
@@ -219,10 +229,9 @@ def load(folder: str | PathLike[str], names: Sequence[str] | None = None) -> dic
     Raises:
         ExportError: if there are none, or one is damaged.
     """
-    found = {}
-    for file in sorted(Path(folder).glob("*.safetensors")):
-        recording = Recording(file)
-        found[recording.about["name"]] = recording
+    files = sorted(Path(folder).glob("*.safetensors"))
+    recordings = [Recording(file) for file in files]
+    found = {recording.about["name"]: recording for recording in recordings}
     if not found:
         raise ExportError(
             f"no export in {folder}: make one with `flax-attn parity --export {folder}`, where"
@@ -249,7 +258,7 @@ def digest(spec: RunSpec | TrainingSpec) -> str:
     return found.hexdigest()
 
 
-def _leaves(name: str, value: Any):
+def _leaves(name: str, value: Any) -> Iterator[bytes]:
     if isinstance(value, Mapping):
         # In order of names: how a mapping was built must not change the digest.
         for key in sorted(value):
@@ -269,13 +278,8 @@ def _read(path: Path) -> tuple[Arrays, dict[str, Any]]:
     if not path.is_file():
         raise ExportError(f"no export at {path}")
     try:
-        with safetensors.safe_open(path, "np") as file:
-            # Another file of safetensors may have no metadata.
-            metadata = file.metadata() or {}
-            about = json.loads(metadata.get("about", "null"))
-            names = about.get("order", ()) if about else ()
-            arrays = {name: file.get_tensor(name) for name in names}
-    except (safetensors.SafetensorError, OSError, ValueError) as error:
+        arrays, about = _content(path)
+    except _DAMAGED as error:
         raise ExportError(f"{path} is damaged or cut off: {error}") from error
     if about is None:
         raise ExportError(f"{path} holds arrays, but is no export of a comparison")
@@ -285,3 +289,13 @@ def _read(path: Path) -> tuple[Arrays, dict[str, Any]]:
             f" {about.get('version')}; this version reads format {FORMAT}. Export again"
         )
     return arrays, about
+
+
+def _content(path: Path) -> tuple[Arrays, Any]:
+    """Return the arrays of an export and its header; None where there is no header."""
+    with safetensors.safe_open(path, "np") as file:
+        # Another file of safetensors may have no metadata.
+        metadata = file.metadata() or {}
+        about = json.loads(metadata.get("about", "null"))
+        names = about.get("order", ()) if about else ()
+        return {name: file.get_tensor(name) for name in names}, about

@@ -73,6 +73,7 @@ def _result(eqn: Any, values: list[Any], backward: bool) -> Sequence[Any]:
     if inner is not None:
         return _evaluated(inner, values, inside)
     if eqn.primitive.name in _LOOPS:
+        # The sums are in the programs that it repeats.
         changes = {name: _rewritten(value, inside) for name, value in eqn.params.items()}
         return bind(eqn, values, **changes)
     own = str(eqn.outvars[0].aval.dtype)
@@ -84,17 +85,20 @@ def _result(eqn: Any, values: list[Any], backward: bool) -> Sequence[Any]:
 def _rounded_once(eqn: Any, values: list[Any], own: str) -> Any:
     """Return a sum that is added up in a wider dtype."""
     wider = jax.numpy.dtype(_WIDER[own])
-    changes: dict[str, Any] = {}
-    if "preferred_element_type" in eqn.params:
-        changes["preferred_element_type"] = wider
-    # It holds a program of its own for the addition, in its dtype.
-    if eqn.primitive.name == "scatter-add":
-        changes["update_jaxpr"] = _addition(wider)
-        changes["update_consts"] = ()
     # The indices of a lookup are left as they are.
     operands = [value.astype(wider) if value.dtype == own else value for value in values]
-    (found,) = bind(eqn, operands, **changes)
+    (found,) = bind(eqn, operands, **_widened(eqn, wider))
     return found.astype(own)
+
+
+def _widened(eqn: Any, wider: Any) -> dict[str, Any]:
+    """Return the parameters of a sum that name its dtype, for a wider one."""
+    # It holds a program of its own for the addition, in its dtype.
+    if eqn.primitive.name == "scatter-add":
+        return {"update_jaxpr": _addition(wider), "update_consts": ()}
+    if "preferred_element_type" in eqn.params:
+        return {"preferred_element_type": wider}
+    return {}
 
 
 def _addition(dtype: Any) -> Any:

@@ -108,14 +108,14 @@ class TorchAdapter(ModuleAdapter):
         if isinstance(module, torch.nn.Module):
             module = module.to(kind)
         inputs = cast(inputs, kind)
-        differentiate = spec.cotangents is not None
-        for tensor in inputs.values():
-            tensor.requires_grad_(differentiate and tensor.is_floating_point())
+        if spec.cotangents is not None:
+            for tensor in _floating(inputs).values():
+                tensor.requires_grad_(True)
         with ExitStack() as stack:
             for context in _contexts(spec):
                 stack.enter_context(context)
             outputs = self._outputs(module, inputs, spec)
-            if not differentiate:
+            if spec.cotangents is None:
                 return Result(float64(outputs), dtypes=dtypes(outputs))
             return self._gradients(module, inputs, outputs, spec)
 
@@ -132,29 +132,20 @@ class TorchAdapter(ModuleAdapter):
         return outputs
 
     def _gradients(self, module: Any, inputs: Tensors, outputs: Tensors, spec: RunSpec) -> Result:
-        cotangents = self.arrays(spec.cotangents or {}, spec.dtype)
-        terms = []
-        for name, cotangent in cotangents.items():
-            output = output_of(outputs, name)
-            # A module may return an output in another dtype than that of the run.
-            products = output * cotangent.to(output.dtype)
-            terms.append(products.sum())
-        total = torch.stack(terms).sum()
-        leaves = self._trained(module)
-        leaves |= {name: x for name, x in inputs.items() if x.is_floating_point()}
-        twice = spec.tangents is not None
-        gradients = _differentiated(total, leaves, create_graph=twice)
+        total = _total(outputs, self.arrays(spec.cotangents or {}, spec.dtype))
+        leaves = self._trained(module) | _floating(inputs)
         if spec.tangents is None:
+            gradients = _differentiated(total, leaves)
             return Result(float64(outputs), float64(gradients), dtypes=dtypes(outputs))
-        slope = _slope(gradients, spec.tangents)
-        second = _differentiated(slope, leaves)
-        return Result({}, second=float64(second))
+        return Result({}, second=_second(total, leaves, spec.tangents))
 
     def train(self, spec: TrainingSpec) -> Arrays:
         """Train a copy; return the final parameters, and the losses as `loss`."""
         module = self._prepared(spec)
         trained = self._trained(module)
-        optimizer, schedule = spec.recipe.torch(trained.values())
+        parameters = trained.values()
+        recipe = spec.recipe
+        optimizer, schedule = recipe.torch(parameters)
         inputs = self.arrays(spec.inputs)
         targets = self.arrays(spec.targets)
         losses = []
@@ -162,14 +153,11 @@ class TorchAdapter(ModuleAdapter):
             extras = as_extras({**spec.extras, "dropout_key": key})
             outputs = self.call(module, copied(inputs), extras)
             loss = _loss(outputs, targets)
-            gradients = _differentiated(loss, trained)
-            # 0 where there is none: the optimizer would skip None, and optax decays such weights.
-            for name, gradient in gradients.items():
-                trained[name].grad = gradient
-            spec.recipe.clip(trained.values())
+            losses.append(loss.item())
+            _set_gradients(loss, trained)
+            recipe.clip(parameters)
             optimizer.step()
             schedule.step()
-            losses.append(loss.item())
         return float64(trained) | {"loss": np.array(losses)}
 
     def call(self, *arguments: Any, **options: Any) -> dict[str, Any]:
@@ -232,6 +220,12 @@ def _check_mode(module: Any, random: torch.Tensor) -> None:
         raise Untested("PyTorch draws random numbers in train mode beside those of dropout")
 
 
+def _set_gradients(loss: torch.Tensor, trained: Tensors) -> None:
+    # 0 where there is none: the optimizer would skip None, and optax decays such weights.
+    for name, gradient in _differentiated(loss, trained).items():
+        trained[name].grad = gradient
+
+
 def _loss(outputs: Mapping[str, torch.Tensor], targets: Tensors) -> torch.Tensor:
     """Return the sum of the mean squared errors, of elements whose target is not NaN."""
     losses = []
@@ -240,6 +234,27 @@ def _loss(outputs: Mapping[str, torch.Tensor], targets: Tensors) -> torch.Tensor
         known = error.masked_fill(target.isnan(), 0)
         losses.append(known.square().mean())
     return torch.stack(losses).sum()
+
+
+def _total(outputs: Mapping[str, torch.Tensor], cotangents: Tensors) -> torch.Tensor:
+    """Return the sum of the products of outputs and cotangents."""
+    terms = []
+    for name, cotangent in cotangents.items():
+        output = output_of(outputs, name)
+        # A module may return an output in another dtype than that of the run.
+        products = output * cotangent.to(output.dtype)
+        terms.append(products.sum())
+    return torch.stack(terms).sum()
+
+
+def _floating(inputs: Tensors) -> Tensors:
+    return {name: x for name, x in inputs.items() if x.is_floating_point()}
+
+
+def _second(total: torch.Tensor, leaves: Tensors, tangents: Arrays) -> Arrays:
+    gradients = _differentiated(total, leaves, create_graph=True)
+    slope = _slope(gradients, tangents)
+    return float64(_differentiated(slope, leaves))
 
 
 def _slope(gradients: Mapping[str, torch.Tensor], tangents: Arrays) -> torch.Tensor:

@@ -36,7 +36,7 @@ CONTAINING = (
     torch.rnn_tanh,
     torch.rnn_relu,
 )
-PROBABILITY = ("dropout_p", "dropout")
+PROBABILITY = {"dropout_p", "dropout"}
 
 
 class WithoutDropout(TorchFunctionMode):
@@ -57,7 +57,6 @@ class WithoutDropout(TorchFunctionMode):
             return args[0] if args else options["input"]
         if func in CONTAINING:
             args = tuple(0.0 if isinstance(value, float) else value for value in args)
-            for name in PROBABILITY:
-                if name in options:
-                    options[name] = 0.0
+            given = options.keys() & PROBABILITY
+            options.update(dict.fromkeys(given, 0.0))
         return func(*args, **options)

@@ -55,17 +55,18 @@ class TorchFunctions:
 
 def _replaced(before: dict[str, Any], now: Any) -> Iterator[str]:
     for name, value in before.items():
-        current = now.get(name)
-        if not isinstance(value, _FUNCTIONS) or current is value:
-            continue
-        # Parts that PyTorch imports later wrap functions of others, under the name they had.
-        same = getattr(current, "__name__", "") == value.__name__
-        if not same or _is_foreign(name, current):
+        if isinstance(value, _FUNCTIONS) and _differs(name, value, now.get(name)):
             yield name
     added = now.keys() - before.keys()
-    for name in added:
-        if _is_foreign(name, now[name]):
-            yield name
+    yield from (name for name in added if _is_foreign(name, now[name]))
+
+
+def _differs(name: str, before: Any, now: Any) -> bool:
+    if now is before:
+        return False
+    # Parts that PyTorch imports later wrap functions of others, under the name they had.
+    same = getattr(now, "__name__", "") == before.__name__
+    return not same or _is_foreign(name, now)
 
 
 def _is_foreign(name: str, value: Any) -> bool:

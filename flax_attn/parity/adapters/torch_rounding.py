@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -56,19 +56,21 @@ class MoreRounding(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:
         """Call an operation, and round what it has written."""
         exact = all(map(_is_exact, _float64([args, kwargs])))
-        exactly: Any = EXACT.get(func)
-        computed = func if exactly is None else exactly
+        computed: Any = EXACT.get(func, func)
         found = computed(*args, **(kwargs or {}))
-        results = found if isinstance(found, tuple | list) else (found,)
-        for result, declared in zip(results, func._schema.returns, strict=False):
-            alias = declared.alias_info
-            # A view shares numbers that were rounded where they were made.
-            if alias is not None and not alias.is_write:
-                continue
-            for tensor in _float64(result):
-                if not (exact and _is_exact(tensor)):
-                    _round(tensor, self._factors)
+        for tensor in _float64(list(_written(func, found))):
+            if not (exact and _is_exact(tensor)):
+                _round(tensor, self._factors)
         return found
+
+
+def _written(func: Any, found: Any) -> Iterator[Any]:
+    """Yield what an operation has computed: a view shares numbers that were rounded before."""
+    results = found if isinstance(found, tuple | list) else (found,)
+    for result, declared in zip(results, func._schema.returns, strict=False):
+        alias = declared.alias_info
+        if alias is None or alias.is_write:
+            yield result
 
 
 def _round(tensor: torch.Tensor, factors: Callable) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -22,17 +23,16 @@ def tables_of(adapter: Adapter, spec: RunSpec, ids: Arrays) -> dict[str, tuple[i
         Exception: what the module raises.
     """
     found: dict[str, tuple[int, int | None]] = {}
+    tensors = {name: torch.as_tensor(array) for name, array in ids.items()}
 
     def look(module: torch.nn.Module, arguments: tuple[Any, ...]) -> None:
         if not isinstance(module, torch.nn.Embedding) or not arguments:
             return
         table = module.num_embeddings, module.padding_idx
-        for name, array in ids.items():
-            if not _are_equal(arguments[0], torch.as_tensor(array)):
-                continue
-            # Ids that are passed to several tables have to be rows of each.
-            known = found.get(name, table)
-            found[name] = min(table, known, key=lambda one: one[0])
+        for name, tensor in tensors.items():
+            if _are_equal(arguments[0], tensor):
+                # Ids that are passed to several tables have to be rows of each.
+                found[name] = min(found.get(name, table), table, key=itemgetter(0))
 
     hook = register_module_forward_pre_hook(look)
     try:

@@ -31,17 +31,20 @@ class OtherTies(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:
         """Call an operation; one that selects, on the values in reverse order."""
-        kwargs = kwargs or {}
-        if func not in SELECTING:
-            return func(*args, **kwargs)
-        values, *rest = args
+        options = kwargs or {}
         # Of a number there is one value.
-        if not values.ndim:
-            return func(*args, **kwargs)
-        axis = _axis(func, args)
-        found, indices = func(values.flip(axis), *rest, **kwargs)
-        last = values.shape[axis] - 1
-        return found, last - indices
+        if func in SELECTING and args[0].ndim:
+            return _reversed(func, args, options)
+        return func(*args, **options)
+
+
+def _reversed(func: Any, args: Any, options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what an operation selects of the values in reverse order, with their own indices."""
+    values, *rest = args
+    axis = _axis(func, args)
+    found, indices = func(values.flip(axis), *rest, **options)
+    last = values.shape[axis] - 1
+    return found, last - indices
 
 
 def _axis(func: Any, given: Sequence[Any]) -> int:
