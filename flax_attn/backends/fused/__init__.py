@@ -117,7 +117,8 @@ class Fused(Backend):
             apart=2 * self.memory(call) if on_tpu else 0,
         )
         rows, computed = _rows_computed(call)
-        return replace(found, flops=found.flops * computed // rows)
+        flops, drawn = (x * computed // rows for x in (found.flops, found.drawn))
+        return replace(found, flops=flops, drawn=drawn)
 
     def plan(self, call: Call) -> Plan:
         """Return how a call is computed."""
