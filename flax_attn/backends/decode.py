@@ -59,9 +59,8 @@ class Decode(Backend):
         _, _, t, s = call.shape
         keys = (call.key.size + call.value.size) * call.key.dtype.itemsize
         apart = self.memory(call) + (2 * keys if call.platform == "gpu" else 0)
-        flops = products(call, t * s)
+        flops, numbers = products(call, t * s), drawn(call, t * s)
         moved = arrays_moved(call) + self.memory(call)
-        numbers = drawn(call, t * s)
         return KernelWork(30, flops, moved, apart, is_float32(call), drawn=numbers)
 
 

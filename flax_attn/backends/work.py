@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -57,15 +57,26 @@ class KernelWork:
         apart = self.apart / bandwidth + self.drawn / draws
         return self.launches * chip.launch + multiplied + apart
 
+    def over(self, computed: int, rows: int) -> KernelWork:
+        """Return the work where so many queries are computed in the place of `rows`."""
+        flops = self.flops * computed // rows
+        numbers = self.drawn * computed // rows
+        return replace(self, flops=flops, drawn=numbers)
+
     def _rates(self, chip: Chip) -> tuple[float, float, float]:
         # Operations, bytes and random numbers a second.
         rate = chip.flops_float32 if self.in_float32 else chip.flops
-        if rate is None or chip.bandwidth is None or chip.draws is None:
-            raise ValueError(
-                f"predicted times need the published rates of a chip; got one of kind {chip.kind!r}"
-                " without. Ask about a GPU or a TPU"
-            )
-        return rate, chip.bandwidth * BANDWIDTH, chip.draws
+        bandwidth = _published(chip, chip.bandwidth) * BANDWIDTH
+        return _published(chip, rate), bandwidth, _published(chip, chip.draws)
+
+
+def _published(chip: Chip, figure: float | None) -> float:
+    if figure is None:
+        raise ValueError(
+            f"predicted times need the published rates of a chip; got one of kind {chip.kind!r}"
+            " without. Ask about a GPU or a TPU"
+        )
+    return figure
 
 
 def is_float32(call: Call) -> bool:

@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import replace
 from importlib.util import find_spec
 from typing import NamedTuple
 
@@ -117,8 +116,7 @@ class Fused(Backend):
             apart=2 * self.memory(call) if on_tpu else 0,
         )
         rows, computed = _rows_computed(call)
-        flops, drawn = (x * computed // rows for x in (found.flops, found.drawn))
-        return replace(found, flops=flops, drawn=drawn)
+        return found.over(computed, rows)
 
     def plan(self, call: Call) -> Plan:
         """Return how a call is computed."""
