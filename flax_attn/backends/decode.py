@@ -21,7 +21,7 @@ from flax_attn.backends.call import ARRAY_SCALE, Call
 from flax_attn.backends.containment import if_finite
 from flax_attn.backends.nonfinite import all_finite
 from flax_attn.backends.reference import with_weights
-from flax_attn.backends.work import KernelWork, arrays_moved, is_float32, products
+from flax_attn.backends.work import KernelWork, arrays_moved, drawn, is_float32, products
 from flax_attn.functional.dtypes import accumulation_dtype
 from flax_attn.functional.reference import capped_scores, hide, masked_softmax
 
@@ -59,9 +59,9 @@ class Decode(Backend):
         _, _, t, s = call.shape
         keys = (call.key.size + call.value.size) * call.key.dtype.itemsize
         apart = self.memory(call) + (2 * keys if call.platform == "gpu" else 0)
-        flops = products(call, t * s)
+        flops, numbers = products(call, t * s), drawn(call, t * s)
         moved = arrays_moved(call) + self.memory(call)
-        return KernelWork(30, flops, moved, apart, is_float32(call))
+        return KernelWork(30, flops, moved, apart, is_float32(call), drawn=numbers)
 
 
 @jax.custom_jvp

@@ -8,7 +8,7 @@ from attn_spec.checks import DTYPES
 from flax_attn.backends.backend import Backend
 from flax_attn.backends.call import OPTIONS, Call
 from flax_attn.backends.platform import chip_in_use
-from flax_attn.backends.work import KernelWork, arrays_moved, arrays_read, products
+from flax_attn.backends.work import KernelWork, arrays_moved, arrays_read, drawn, products
 from flax_attn.functional.dtypes import accumulation_dtype
 from flax_attn.functional.reference import reference_attention
 
@@ -56,7 +56,8 @@ class Reference(Backend):
         scores = b * n * t * s * accumulation_dtype(call.query.dtype).itemsize
         moved = arrays_moved(call) + 2 * scores
         apart = 3 * scores + 3 * arrays_read(call)
-        return KernelWork(18, products(call, t * s), moved, apart, in_float32=True)
+        flops, numbers = products(call, t * s), drawn(call, t * s)
+        return KernelWork(18, flops, moved, apart, in_float32=True, drawn=numbers)
 
 
 def with_weights(call: Call) -> tuple[Array, Array]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -28,6 +28,7 @@ class KernelWork:
         apart: bytes to and from memory of all other kernels.
         in_float32: whether the products are of float32, whatever the dtype of the call.
         share: share of the chip's rate that the products reach.
+        drawn: numbers that dropout draws, which hide behind nothing else.
     """
 
     launches: int
@@ -36,9 +37,10 @@ class KernelWork:
     apart: int = 0
     in_float32: bool = False
     share: float = PRODUCTS
+    drawn: int = 0
 
     def seconds(self, chip: Chip) -> float:
-        """Return the predicted time: launches, products or what they move, and all other bytes.
+        """Return the predicted time: launches, products or what they move, all else.
 
         Raises:
             ValueError: if nothing is published about the chip.
@@ -49,20 +51,32 @@ class KernelWork:
             >>> f"{work.seconds(CHIPS['h100']):.4f} s"
             '0.0017 s'
         """
-        rate, bandwidth = self._rates(chip)
+        rate, bandwidth, draws = self._rates(chip)
         computed = self.flops / (rate * self.share)
         multiplied = max(computed, self.moved / bandwidth)
-        return self.launches * chip.launch + multiplied + self.apart / bandwidth
+        apart = self.apart / bandwidth + self.drawn / draws
+        return self.launches * chip.launch + multiplied + apart
 
-    def _rates(self, chip: Chip) -> tuple[float, float]:
-        # Operations and bytes a second.
+    def over(self, computed: int, rows: int) -> KernelWork:
+        """Return the work where so many queries are computed in the place of `rows`."""
+        flops = self.flops * computed // rows
+        numbers = self.drawn * computed // rows
+        return replace(self, flops=flops, drawn=numbers)
+
+    def _rates(self, chip: Chip) -> tuple[float, float, float]:
+        # Operations, bytes and random numbers a second.
         rate = chip.flops_float32 if self.in_float32 else chip.flops
-        if rate is None or chip.bandwidth is None:
-            raise ValueError(
-                f"predicted times need the published rates of a chip; got one of kind {chip.kind!r}"
-                " without. Ask about a GPU or a TPU"
-            )
-        return rate, chip.bandwidth * BANDWIDTH
+        bandwidth = _published(chip, chip.bandwidth) * BANDWIDTH
+        return _published(chip, rate), bandwidth, _published(chip, chip.draws)
+
+
+def _published(chip: Chip, figure: float | None) -> float:
+    if figure is None:
+        raise ValueError(
+            f"predicted times need the published rates of a chip; got one of kind {chip.kind!r}"
+            " without. Ask about a GPU or a TPU"
+        )
+    return figure
 
 
 def is_float32(call: Call) -> bool:
@@ -89,6 +103,12 @@ def products(call: Call, pairs: int) -> int:
     return 2 * b * n * pairs * (call.query.shape[3] + call.value.shape[3])
 
 
+def drawn(call: Call, pairs: int) -> int:
+    """Return how many numbers dropout draws for so many pairs of query and key of a head."""
+    b, n, _, _ = call.shape
+    return 0 if call.dropout is None else b * n * pairs
+
+
 def pairs_in_band(call: Call) -> int:
     """Return how many pairs of query and key of a head a causal mask and a window let through."""
     _, _, t, s = call.shape
@@ -104,5 +124,13 @@ def fused(call: Call, share: float, launches: int, apart: int = 0) -> KernelWork
 
     `apart` are the bytes of what prepares its arrays.
     """
-    flops = products(call, pairs_in_band(call))
-    return KernelWork(launches, flops, arrays_moved(call), apart, is_float32(call), share)
+    pairs = pairs_in_band(call)
+    return KernelWork(
+        launches,
+        products(call, pairs),
+        arrays_moved(call),
+        apart,
+        is_float32(call),
+        share,
+        drawn(call, pairs),
+    )

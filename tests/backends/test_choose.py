@@ -183,7 +183,8 @@ def test_the_first_that_honours_the_call_is_chosen(platform, options, backend):
 DECODES = {  # platform: a step of decoding, one that drops, a single token
     "cpu": ("native" if BUILT else "decode", "reference", "native" if BUILT else "reference"),
     "gpu": ("fused", "fused", "reference"),
-    "tpu": ("splash", "fused", "reference"),
+    # Its kernel would draw for a whole tile of queries.
+    "tpu": ("splash", "reference", "reference"),
 }
 
 
@@ -211,7 +212,7 @@ def test_a_step_of_decoding_is_decoded(platform):
         (
             "tpu",
             {"t": 3, "dropout": KeyedDropout(0.1, jnp.zeros(2, jnp.uint32)), "s": 400},
-            (),
+            ("decode", "splash"),
         ),
     ],
 )

@@ -200,12 +200,54 @@ def test_refuses_by_name(name):
     assert reason in (refusal(fused.BACKEND, found) or "")
 
 
-def test_refuses_x64():
-    x = draw(1, 9, 2, 8)
+# Ids of 64 bits, of which the documents differ in the upper half alone.
+IDS = [np.arange(2 * size).reshape(2, size) // 9 * 2**32 for size in (T, S)]
+
+
+@PLATFORMS
+@pytest.mark.usefixtures("x64")
+def test_computes_in_32_bits_with_x64(platform, on):
+    on(platform)
+    arrays = draw(2, T, N, 8), draw(2, S, 2, 8, seed=1), draw(2, S, 2, 8, seed=2)
+    arrays = tuple(x.astype(jnp.float32) for x in arrays)
+    bias = draw(1, N, 1, S, seed=3).astype(jnp.float64)
+    cotangent = draw(2, T, N, 8, seed=6).astype(jnp.float32)
+    mask = Mask.segments(*IDS) & Mask.where(lambda b, n, i, j: (i + j) % (n + 2) != 0)
+    options = {
+        "mask": mask,
+        "dropout": KeyedDropout(0.3, jax.random.key(9)),
+        "score": lambda score, b, n, i, j: score / (1 + abs(i - j)).astype(score.dtype),
+    }
+
+    def results(backend):
+        def attend(arrays, bias):
+            return dot_product_attention(*arrays, bias, backend=backend, **options)
+
+        output, pullback = jax.vjp(attend, arrays, bias)
+        inputs, of_bias = pullback(cotangent)
+        assert of_bias.dtype == jnp.float64
+        names = "output", "query", "key", "value", "bias"
+        # The sums of all gradients are in float32.
+        found = output, *inputs, of_bias.astype(jnp.float32)
+        return dict(zip(names, map(np.asarray, found), strict=True))
+
+    errors = tolerance.reordered(results("fused"), results("blocked"))
+    assert max(errors.values()) <= 1, errors
+
+
+def test_refuses_functions_of_64_bits():
+    x = draw(1, 9, 2, 8).astype(jnp.float32)
     with jax.enable_x64(True):
-        call = prepare(x, x, x, platform="gpu")
-        reason = refusal(fused.BACKEND, call) or ""
-    assert reason.startswith("fused does not compile with jax_enable_x64; got True.")
+        slopes = jnp.ones(2)
+
+        def sloped(score, b, n, i, j):
+            distance = (i - j).astype(slopes.dtype)
+            return score - (slopes[n] * distance).astype(score.dtype)
+
+        reason = refusal(fused.BACKEND, prepare(x, x, x, score=sloped, platform="gpu")) or ""
+    assert reason.startswith(
+        "fused computes functions of indices in 32 bits; got float64 in sloped."
+    )
 
 
 def test_refuses_a_gpu_and_a_jax_that_are_too_old(monkeypatch):

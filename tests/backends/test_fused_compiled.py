@@ -42,3 +42,11 @@ def test_launches_one_kernel_forward_and_few_backward(call, target):
         learned = call.arrays["bias"].size * 4 if "bias" in call.learned else 0
         sums = 4 * call.cotangent.size if "sinks" in call.learned else 0
         assert memory.temp_size_in_bytes <= saved(call) + learned + sums + 2**20
+
+
+@pytest.mark.parametrize("call", [CALLS[0], CALLS[2]], ids=lambda call: call.name)
+@pytest.mark.usefixtures("x64")
+def test_compiles_with_x64(call, target):
+    both = forward_and_backward(call, "fused")
+    program = compiled(target, both, (call.arrays, call.cotangent), call.cotangent.shape[0])
+    assert len(LAUNCH.findall(program.as_text() or "")) == 3

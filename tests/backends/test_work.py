@@ -13,16 +13,19 @@ from flax_attn.backends.chips import CHIPS
 from flax_attn.backends.platform import asked_about
 from flax_attn.backends.registry import load
 from flax_attn.backends.work import KernelWork, products
+from flax_attn.functional.dropout import KeyedDropout
 
 H100 = CHIPS["h100"]
 
 
-def call(t, n, h, s=None, k=None, b=1, mask=None, platform="gpu", dtype=jnp.bfloat16):
+def call(t, n, h, s=None, k=None, b=1, mask=None, platform="gpu", dtype=jnp.bfloat16, dropout=None):
     found = []
     query = jax.ShapeDtypeStruct((b, t, n, h), dtype)
     key = jax.ShapeDtypeStruct((b, s or t, k or n, h), dtype)
     jax.eval_shape(
-        lambda q, k: found.append(prepare(q, k, k, mask=mask, platform=platform)), query, key
+        lambda q, k: found.append(prepare(q, k, k, mask=mask, dropout=dropout, platform=platform)),
+        query,
+        key,
     )
     return found[0]
 
@@ -85,3 +88,31 @@ def test_bytes_that_other_kernels_move_are_not_hidden_behind_products():
     assert work.seconds(H100) == replace(work, moved=0).seconds(H100)
     apart = replace(work, apart=10**9).seconds(H100) - work.seconds(H100)
     assert apart == pytest.approx(10**9 / 3.35e12 * 1.5)
+
+
+# Pairs of 1024 queries and keys of a head, with a causal mask: those that a backend computes.
+ROWS = 1024
+PAIRS = {"reference": ROWS**2, "decode": ROWS**2, "fused": ROWS * (ROWS + 1) // 2}
+
+
+@pytest.mark.parametrize("name", [*PAIRS, "blocked"])
+@pytest.mark.usefixtures("no_shape_checks")
+def test_dropout_adds_the_time_of_a_number_for_each_pair(name):
+    dropout = KeyedDropout(0.1, jnp.zeros(2, jnp.uint32))
+    options = {"b": 3, "mask": Mask.causal()}
+    with asked_about("h100"):
+        without = load(name).work(call(ROWS, 5, 64, **options))
+        work = load(name).work(call(ROWS, 5, 64, dropout=dropout, **options))
+    assert without.drawn == 0
+    if name in PAIRS:
+        assert work.drawn == 3 * 5 * PAIRS[name]
+    else:  # its tiles follow the triangle
+        assert PAIRS["fused"] < work.drawn / 15 < PAIRS["reference"]
+    more = work.seconds(H100) - without.seconds(H100)
+    assert more == pytest.approx(work.drawn / H100.draws)
+
+
+def test_a_chip_without_a_figure_that_times_need_is_refused():
+    for name in ("flops", "bandwidth", "integers"):
+        with pytest.raises(ValueError, match="predicted times need the published rates of a chip"):
+            KernelWork(1, 10**9, 10**9).seconds(replace(H100, **{name: None}))

@@ -32,7 +32,14 @@ from flax_attn.backends.blocked.wide_tile import Place, Rows, TileSoftmax, WideT
 from flax_attn.backends.call import Call, Floats
 from flax_attn.backends.softmax import Softmax, reciprocal
 from flax_attn.backends.tile import score_gradients, times
-from flax_attn.backends.work import KernelWork, arrays_moved, arrays_read, is_float32, products
+from flax_attn.backends.work import (
+    KernelWork,
+    arrays_moved,
+    arrays_read,
+    drawn,
+    is_float32,
+    products,
+)
 from flax_attn.functional.dtypes import accumulation_dtype
 from flax_attn.functional.nonfinite import finite_tokens
 from flax_attn.functional.shapes import Index
@@ -286,4 +293,5 @@ def batched_work(call: Call) -> KernelWork:
         arrays_moved(call) + both,
         both + 3 * arrays_read(call),
         is_float32(call),
+        drawn=drawn(call, pairs),
     )

@@ -48,7 +48,8 @@ def over_span(
     """Return `carry` after the tiles of a span, and what was found in them, `(b, k, t, g, _)`."""
     one = partial(_at_place, step, part, span)
     carry, tiles = _scan(division, span.count, one, carry)
-    return carry, jax.tree.map(_join_tiles, tiles)
+    joined = jax.tree.map(_join_tiles, tiles)
+    return carry, joined
 
 
 def _join_tiles(tiles: Float[Array, "i b k t g w"]) -> Float[Array, "b k t g w"]:

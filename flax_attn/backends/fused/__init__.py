@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import replace
 from importlib.util import find_spec
 from typing import NamedTuple
 
@@ -66,7 +65,7 @@ class Fused(Backend):
     structure = "causal, windows, lengths, prefix, segments, functions: hidden tiles are skipped"
     limits = (
         "float16 on TPU, head widths above 256, functions that look up an array by both a query and"
-        " a key, a precision that is an algorithm"
+        " a key or compute in 64 bits, a precision that is an algorithm"
     )
 
     @property
@@ -117,7 +116,7 @@ class Fused(Backend):
             apart=2 * self.memory(call) if on_tpu else 0,
         )
         rows, computed = _rows_computed(call)
-        return replace(found, flops=found.flops * computed // rows)
+        return found.over(computed, rows)
 
     def plan(self, call: Call) -> Plan:
         """Return how a call is computed."""
@@ -208,8 +207,6 @@ def _refuse_numbers(call: Call) -> str | None:
             "fused takes a precision that has a name; got the algorithm"
             f' {call.precision}. Pass "default", "high" or "highest"'
         )
-    if jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
-        return "fused does not compile with jax_enable_x64; got True. Switch it off around the step"
     return None
 
 
@@ -234,6 +231,12 @@ def _refuse_functions(call: Call) -> str | None:
                 f" from the query or from the key alone; got {one.refused} in"
                 f" {one.function.__name__}. Pass what it looks up as a bias or a boolean array, or"
                 ' backend="blocked"'
+            )
+        if one.wide is not None:
+            return (
+                f"fused computes functions of indices in 32 bits; got {one.wide} in"
+                f" {one.function.__name__}. Cast what it captures and converts to int32 or float32,"
+                ' or pass backend="blocked"'
             )
     return None
 

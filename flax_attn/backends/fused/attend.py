@@ -147,4 +147,6 @@ def _form(plan: Plan) -> ModuleType:
 
 
 def _run(plan: Plan, kernel: Kernel) -> dict[str, Array]:
-    return _form(plan).run(kernel, plan.interpret)
+    # Numbers without a type have 32 bits in a kernel: a TPU has no others.
+    with jax.enable_x64(False):
+        return _form(plan).run(kernel, plan.interpret)

@@ -6,6 +6,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Int32
 
 from flax_attn.backends.call import Call
@@ -43,12 +44,12 @@ def of_keys(call: Call, tiling: Tiling) -> Int32[Array, "b tiles 2"]:
     index = jnp.arange(tiles(call.shape[3], tiling.s), dtype=jnp.int32)
     index = index[None, None]
     seen = (index >= found[:, :, :1]) & (index < found[:, :, 1:])
-    return _first_and_stop(seen).astype(jnp.int32)
+    return _first_and_stop(seen)
 
 
 def _first_and_stop(seen: Bool[Array, "b queries keys"]) -> Int32[Array, "b keys 2"]:
-    first = jnp.argmax(seen, axis=1)
-    stop = seen.shape[1] - jnp.argmax(seen[:, ::-1], axis=1)
+    first = lax.argmax(seen, 1, jnp.int32)
+    stop = seen.shape[1] - lax.argmax(seen[:, ::-1], 1, jnp.int32)
     # Nothing lies between two zeros.
     none = ~seen.any(axis=1)
     return jnp.stack([jnp.where(none, 0, first), jnp.where(none, 0, stop)], axis=-1)

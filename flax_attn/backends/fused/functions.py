@@ -80,6 +80,13 @@ class Halves:
             return "an array that is indexed by both a query and a key"
         return next(_refused(self._inside), None)
 
+    @property
+    def wide(self) -> str | None:
+        """The dtype of a number of 64 bits that a kernel would compute, or None."""
+        own = [x for eqn in _flat(self._inside) for x in eqn.outvars]
+        dtypes = [x.aval.dtype for x in (*self.between, *own)]
+        return next((dtype.name for dtype in dtypes if dtype.itemsize > 4), None)
+
     def arrays(self, b: Array, n: Array, i: Array, j: Array) -> list[Array]:
         """Return the numbers of the first half, each as an array that broadcasts over all indices.
 
@@ -153,12 +160,19 @@ def _as(x: Array, dtype: Any) -> Array:
 
 
 def _refused(eqns: Sequence[Any]) -> Iterator[str]:
-    for eqn in eqns:
+    for eqn in _flat(eqns):
         name = eqn.primitive.name
-        if name in _CALLS:
-            yield from _refused(_called(eqn))
-        elif name not in _ARITHMETIC or _has_arrays(eqn):
+        if name not in _ARITHMETIC or _has_arrays(eqn):
             yield name
+
+
+def _flat(eqns: Sequence[Any]) -> Iterator[Any]:
+    # With those of called functions in the place of the calls.
+    for eqn in eqns:
+        if eqn.primitive.name in _CALLS:
+            yield from _flat(_called(eqn))
+        else:
+            yield eqn
 
 
 def _called(eqn: Any) -> Sequence[Any]:

@@ -7,6 +7,7 @@ from numbers import Real
 
 import jax.numpy as jnp
 from einops import rearrange
+from jax import lax
 from jaxtyping import Array
 
 from flax_attn.backends.call import Call
@@ -55,7 +56,12 @@ def operands(call: Call) -> dict[str, Operand]:
     if call.dropout is not None:
         arrays |= _dropout(call.dropout, call.shape)
     arrays |= _numbered("score {}", score_arrays(call))
-    return {name: along(array) for name, array in arrays.items()}
+    return {name: along(_narrow(array)) for name, array in arrays.items()}
+
+
+def _narrow(x: Array) -> Array:
+    # Kernels sum in float32.
+    return x.astype(jnp.float32) if x.dtype == jnp.float64 else x
 
 
 def _options(call: Call) -> dict[str, Array]:
@@ -97,10 +103,24 @@ def _arrays(part: MaskPart, t: int, s: int) -> dict[str, Array]:
     return _numbered("function {} of", _function_arrays(part, t, s))
 
 
+def words(part: Segments) -> int:
+    """Return of how many integers of 32 bits an id consists."""
+    return 2 if 8 in (part.query.dtype.itemsize, part.key.dtype.itemsize) else 1
+
+
 def _segments(part: Segments) -> dict[str, Array]:
-    query = jnp.atleast_2d(part.query)
-    key = jnp.atleast_2d(part.key)
-    return {"query segments": query[:, None, :, None], "key segments": key[:, None, None, :]}
+    count = words(part)
+    query, key = _words(part.query, count), _words(part.key, count)
+    found = {f"query word {at} of": word[:, None, :, None] for at, word in enumerate(query)}
+    return found | {f"key word {at} of": word[:, None, None, :] for at, word in enumerate(key)}
+
+
+def _words(ids: Array, count: int) -> list[Array]:
+    ids = jnp.atleast_2d(ids)
+    if count == 1:
+        return [ids]
+    both = lax.bitcast_convert_type(ids.astype(jnp.int64), jnp.int32)
+    return [both[..., 0], both[..., 1]]
 
 
 def _numbered(name: str, arrays: Iterable[Array]) -> dict[str, Array]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from numbers import Real
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ from flax_attn.backends import tile
 from flax_attn.backends.call import Call
 from flax_attn.backends.fused.functions import Halves
 from flax_attn.backends.fused.kernel import Coordinates, Read, Tiling
-from flax_attn.backends.fused.operands import apart, score_halves
+from flax_attn.backends.fused.operands import apart, score_halves, words
 from flax_attn.functional.mask_function import Where
 from flax_attn.functional.mask_part import MaskPart
 from flax_attn.functional.mask_parts import Segments
@@ -173,11 +173,17 @@ def _indices(number: Any, size: int, axis: int) -> Array:
 
 def _shown(part: MaskPart, number: int, read: Read) -> Array:
     if isinstance(part, Segments):
-        return read(f"query segments {number}") == read(f"key segments {number}")
+        return _same_segment(part, number, read)
     if isinstance(part, Where):
         halves = Halves(part.function, 0)
         return halves.apply([], _numbered(read, f"function {{}} of {number}", halves))
     return read(f"dense {number}") != 0
+
+
+def _same_segment(part: Segments, number: int, read: Read) -> Array:
+    names = [f"word {at} of {number}" for at in range(words(part))]
+    same = [read(f"query {name}") == read(f"key {name}") for name in names]
+    return reduce(jnp.bitwise_and, same)
 
 
 def _numbered(read: Read, name: str, halves: Halves) -> list[Array]:
