@@ -55,8 +55,11 @@ def add(commands: Any) -> None:
     )
     generate.add_argument(
         "--weights",
-        choices=("int8",),
-        help="hold matrices in 8 bits, with a scale for each column; default: in floats",
+        choices=("int8", "stored"),
+        help=(
+            "hold matrices in 8 bits, with a scale for each column, or in the 8 or 4 bits of the"
+            " folder; default: in floats"
+        ),
     )
     generate.add_argument(
         "--no-compile-cache",

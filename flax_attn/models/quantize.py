@@ -3,11 +3,9 @@
 from typing import Any
 
 from flax import nnx
-from jaxtyping import Array
 
 from attn_spec.checks import check_choice, check_type
-from flax_attn.modules.embedding import Embedding
-from flax_attn.modules.latent_attention import MultiHeadLatentAttention
+from flax_attn.models.replace_layers import is_linear, put, quantized_as
 from flax_attn.modules.linear import Linear
 from flax_attn.modules.quantized_linear import QuantizedLinear
 
@@ -34,7 +32,7 @@ def quantize(model: nnx.Module, weights: str = "int8") -> None:
         >>> from flax_attn import FeedForward
         >>> layer = FeedForward(6, 8, rngs=nnx.Rngs(0))
         >>> quantize(layer)
-        >>> type(layer.layers[0]).__name__, layer.layers[0].kernel.dtype
+        >>> type(layer.layers[0]).__name__, layer.layers[0].weight.dtype
         ('QuantizedLinear', dtype('int8'))
     """
     check_choice("weights", weights, WEIGHTS)
@@ -54,11 +52,8 @@ def quantize(model: nnx.Module, weights: str = "int8") -> None:
     made: dict[int, QuantizedLinear] = {}
     for parent, name, layer in found:
         if id(layer) not in made:
-            made[id(layer)] = _quantized(layer.kernel[...], layer.bias, layer)
-        if isinstance(parent, nnx.List):
-            parent[int(name)] = made[id(layer)]
-        else:
-            setattr(parent, name, made[id(layer)])
+            made[id(layer)] = quantized_as(layer, layer.kernel[...])
+        put(parent, name, made[id(layer)])
     _give_head(model)
 
 
@@ -66,25 +61,14 @@ def _linear_layers(model: nnx.Module) -> list[tuple[Any, str, Linear]]:
     """Return each linear layer, with the module or list that holds it and its name there."""
     found = []
     for _, parent in nnx.iter_modules(model):
-        # Latent attention absorbs this matrix, and reads its numbers.
-        kept = ("W_key_value",) if isinstance(parent, MultiHeadLatentAttention) else ()
         for name, part in vars(parent).items():
-            # A subclass computes something else.
-            if type(part) is Linear and name not in kept:
+            if is_linear(parent, name):
                 found.append((parent, name, part))
     return found
-
-
-def _quantized(kernel: Array, bias: nnx.Param | None, layer: Linear | Embedding) -> QuantizedLinear:
-    """Return a quantized layer whose products are computed as those of a layer."""
-    shift = None if bias is None else bias[...]
-    made = QuantizedLinear(kernel, shift, dtype=layer.dtype, precision=layer.precision)
-    made.dot_general = layer.dot_general
-    return made
 
 
 def _give_head(model: Any) -> None:
     if getattr(model, "out_head", ()) is None:
         table = model.tok_emb
-        head = _quantized(table.embedding[...].T, None, table)
+        head = quantized_as(table, table.embedding[...].T)
         model.out_head = nnx.data(head)

@@ -137,8 +137,9 @@ def from_pretrained(path: str | PathLike[str], **options: Unpack[LoadOptions]) -
         mesh: mesh that the parameters are split over, as in `flax_attn.sharding.shardings`. A
             process reads only the parts of its devices, but all of a PyTorch checkpoint. None is
             the default device.
-        weights: `"int8"` holds the matrices in 8 bits for generating, as `quantize` does; None
-            keeps them.
+        weights: `"int8"` holds the matrices in 8 bits for generating, as `quantize` does;
+            `"stored"` holds those that the folder stores in 8 or 4 bits as they are; None makes
+            floats of all.
 
     Raises:
         FileNotFoundError: if there is no such folder, or `config.json`, the weights or a shard is

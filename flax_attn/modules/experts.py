@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,15 +18,20 @@ from attn_spec.swiglu import SwiGLUBounds
 from flax_attn.backends.platform import platform_of
 from flax_attn.functional.dtypes import accumulation_dtype
 from flax_attn.functional.parameter_sums import add, lookup
+from flax_attn.functional.quantized import QuantizedMatrix
 from flax_attn.modules.feed_forward import ACTIVATIONS
 from flax_attn.modules.grouped_product import grouped_product, tiled
 from flax_attn.modules.initialisation import check_dtypes, check_rngs, next_key, redrawn, uniform
+from flax_attn.modules.quantized_linear import QuantizedLinear
 from flax_attn.modules.router import Routing
-from flax_attn.sharding.experts import on_mesh
+from flax_attn.sharding.axes import mesh_of
+from flax_attn.sharding.experts import by_token, on_mesh
+from flax_attn.sharding.parameter_axes import check_may_split
 from flax_attn.sharding.parameters import named
 
 FORMS = ("auto", "dense", "sorted")
-_Weights = Mapping[str, Array]
+# Arrays, and matrices that are held in 8 or 4 bits.
+_Weights = Mapping[str, Any]
 
 
 class ClampedSwiGLU(SwiGLUBounds, portable=True):
@@ -90,6 +96,11 @@ class _Linears(nnx.Module):
             own = nnx.Param(values, **metadata)
         self.bias = own
 
+    @property
+    def param_dtype(self) -> Dtype:
+        """The dtype of the parameters."""
+        return self.kernel.dtype
+
 
 class Experts(nnx.Module):
     """The weighted sum of the outputs of each token's experts.
@@ -140,6 +151,11 @@ class Experts(nnx.Module):
         Shazeer et al. 2017 (arXiv:1701.06538); Gale et al. 2022, dropless (arXiv:2211.15841).
     """
 
+    # Quantized where the files of a model hold them so.
+    W_gate: _Linears | QuantizedLinear
+    W_up: _Linears | QuantizedLinear
+    W_down: _Linears | QuantizedLinear
+
     def __init__(
         self,
         num_experts: int,
@@ -172,26 +188,39 @@ class Experts(nnx.Module):
 
     def __call__(self, x: Float[Array, "*shape d"], routing: Routing) -> Float[Array, "*shape d"]:
         check_width("x", x, "d_model", self.d_model)
-        variables = {}
-        layers = {"gate": self.W_gate, "up": self.W_up, "down": self.W_down}
-        for name, layer in layers.items():
-            variables[name] = layer.kernel
-            if layer.bias is not None:
-                variables[f"{name} bias"] = layer.bias
-        dtype = jnp.result_type(x, self.W_gate.kernel[...]) if self.dtype is None else self.dtype
+        dtype = self.dtype
+        if dtype is None:
+            dtype = jnp.result_type(x, self.W_gate.param_dtype)
         form = self.form
         if form == "auto":
             # On a CPU's mesh a grouped product multiplies every row with every matrix in any case.
             form = "dense" if platform_of(x) == "cpu" and not tiled(x) else "sorted"
         compute = partial(_FORMS[form], self.activation, self.grouped_product, self.precision)
-        return on_mesh(
-            compute,
-            x.astype(dtype),
-            routing.weights.astype(dtype),
-            routing.experts,
-            variables,
-            dtype,
-        )
+        weights = routing.weights.astype(dtype)
+        tokens = x.astype(dtype), weights, routing.experts
+        variables, held = self._parts()
+        if not held:
+            return on_mesh(compute, *tokens, variables, dtype)
+        check_may_split("Experts", mesh_of(x))
+        arrays: dict[str, Any] = {}
+        for name, variable in variables.items():
+            arrays[name] = variable[...].astype(dtype)
+        for name, matrix in held.items():
+            arrays[name] = matrix if form == "sorted" else matrix.kernels(dtype)
+        return by_token(compute, *tokens, arrays)
+
+    def _parts(self) -> tuple[dict[str, nnx.Variable], dict[str, QuantizedMatrix]]:
+        """Return the parameters, and the matrices that are held in 8 or 4 bits."""
+        layers = {"gate": self.W_gate, "up": self.W_up, "down": self.W_down}
+        variables, held = {}, {}
+        for name, layer in layers.items():
+            if isinstance(layer, _Linears):
+                variables[name] = layer.kernel
+            else:
+                held[name] = layer.matrix
+            if layer.bias is not None:
+                variables[f"{name} bias"] = layer.bias
+        return variables, held
 
 
 def gated(activation: str | Callable[[Array, Array], Array]) -> Callable[[Array, Array], Array]:

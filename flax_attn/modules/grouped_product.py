@@ -15,7 +15,9 @@ from jaxtyping import Array, Float, Integer
 
 from flax_attn.backends.platform import platform_of
 from flax_attn.functional.dtypes import accumulation_dtype
+from flax_attn.functional.quantized import QuantizedMatrix
 from flax_attn.native import grouped as native
+from flax_attn.native import quantized_product as held
 from flax_attn.sharding.axes import mesh_of
 
 # Rows of a tile; more are no quicker.
@@ -24,7 +26,7 @@ _LARGEST = 128
 
 def grouped_product(
     rows: Float[Array, "m i"],
-    matrices: Float[Array, "e i o"],
+    matrices: Float[Array, "e i o"] | QuantizedMatrix,
     sizes: Integer[Array, " e"],
     precision: PrecisionLike = None,
 ) -> Float[Array, "m o"]:
@@ -37,7 +39,8 @@ def grouped_product(
 
     Args:
         rows: rows in the order of their groups.
-        matrices: one matrix for each group.
+        matrices: one matrix for each group; held in 8 or 4 bits they are `(e, o, i)`, and outside
+            of the library widened to the dtype of the rows.
         sizes: number of rows of each group; rows after the last group give zeros.
         precision: precision of the products, as in `jax.lax.dot_general`.
 
@@ -46,13 +49,21 @@ def grouped_product(
         >>> grouped_product(rows, matrices, jnp.array([1, 2])).tolist()
         [[0.0, 1.0], [20.0, 30.0], [40.0, 50.0]]
     """
-    if tiled(rows) and native.takes(rows, matrices, precision):
+    on_cpu = tiled(rows)
+    if isinstance(matrices, QuantizedMatrix):
+        if on_cpu and held.takes(rows, matrices, precision):
+            product = held.quantized_product(rows, matrices, sizes, precision=precision)
+            return product.astype(rows.dtype)
+    elif on_cpu and native.takes(rows, matrices, precision):
         return native.grouped(rows, matrices, sizes)
     return grouped_product_of_xla(rows, matrices, sizes, precision)
 
 
 def grouped_product_of_xla(
-    rows: Array, matrices: Array, sizes: Array, precision: PrecisionLike = None
+    rows: Array,
+    matrices: Array | QuantizedMatrix,
+    sizes: Array,
+    precision: PrecisionLike = None,
 ) -> Array:
     """Return `grouped_product` without the library: XLA computes every product.
 
@@ -61,6 +72,8 @@ def grouped_product_of_xla(
         >>> grouped_product_of_xla(rows, matrices, jnp.array([1, 2])).tolist()
         [[1.0, 1.0], [10.0, 10.0], [10.0, 10.0]]
     """
+    if isinstance(matrices, QuantizedMatrix):
+        matrices = matrices.kernels(rows.dtype)
     if tiled(rows):
         return _product(precision, rows, matrices, sizes)
     return lax.ragged_dot(rows, matrices, sizes, precision=precision)

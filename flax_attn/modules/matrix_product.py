@@ -13,9 +13,10 @@ from jaxtyping import Array
 
 from flax_attn.backends.platform import platform_of
 from flax_attn.functional.dtypes import accumulation_dtype
-from flax_attn.native import int8_product as of_int8
+from flax_attn.functional.quantized import QuantizedMatrix
 from flax_attn.native import is_amd
 from flax_attn.native import product as native
+from flax_attn.native import quantized_product as held
 from flax_attn.sharding.axes import mesh_of
 from flax_attn.sharding.products import sharded_dot_general
 
@@ -59,31 +60,31 @@ def dot_general_of_xla(x: Array, matrix: Array, dimension_numbers: Any, **option
     return _multiply(lambda *factors, **options: False, x, matrix, dimension_numbers, **options)
 
 
-def int8_matmul(x: Array, matrix: Array, *, native: bool, precision: Any = None) -> Array:
-    """Return the product of tokens `(..., d)` with a matrix of int8, in the dtype of its sums.
+def quantized_matmul(
+    x: Array, matrix: QuantizedMatrix, *, native: bool, precision: Any = None
+) -> Array:
+    """Return the product of tokens with a matrix that is held in 8 or 4 bits, in its sums' dtype.
 
-    Up to 16 tokens are multiplied by the library on CPUs, which reads the matrix as it is stored;
+    Up to 16 tokens are multiplied by the library on CPUs, which reads the matrix as it is held;
     else the matrix is widened to the dtype of the tokens.
 
     Args:
-        x: tokens.
-        matrix: matrix of int8.
+        x: tokens `(t, d_in)`; `(e, t, d_in)` for several matrices.
+        matrix: matrix `(d_out, d_in)`, or several.
         native: whether the library may be called.
         precision: precision of the product, as in `jax.lax.dot_general`.
 
     Example:
+        >>> from flax_attn.functional.quantized import to_int8
         >>> import jax.numpy as jnp
-        >>> ones = jnp.ones((3, 2), jnp.int8)
-        >>> int8_matmul(jnp.ones((1, 5, 3)), ones, native=True).shape
-        (1, 5, 2)
+        >>> quantized_matmul(jnp.ones((5, 3)), to_int8(jnp.ones((2, 3))), native=True).shape
+        (5, 2)
     """
-    *shape, d = x.shape
-    tokens = x.reshape(-1, d)
-    if native and platform_of(x) == "cpu" and of_int8.takes(tokens, precision):
-        product = of_int8.int8_product(tokens, matrix, precision)
-    else:
-        product = of_int8.plain_product(tokens, matrix, precision=precision)
-    return product.reshape(*shape, matrix.shape[1])
+    few = x.ndim == 2 and held.is_few(x)
+    on_cpu = native and platform_of(x) == "cpu"
+    if few and on_cpu and held.takes(x, matrix, precision):
+        return held.quantized_product(x, matrix, precision=precision)
+    return held.plain_product(x, matrix, precision=precision)
 
 
 # What `set_backend` exchanges for one another.

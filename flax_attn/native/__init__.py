@@ -20,7 +20,7 @@ MISSING = (
 DTYPES = ("float32", "bfloat16", "float16")
 # All of their arrays begin with a batch axis, by which XLA may split them over devices.
 _ATTENTION = ("attention_forward", "attention_backward")
-_FUNCTIONS = (*_ATTENTION, "matrix_product", "int8_product", "grouped_product", "write_tokens")
+_FUNCTIONS = (*_ATTENTION, "matrix_product", "grouped_product", "quantized_product", "write_tokens")
 
 
 @cache

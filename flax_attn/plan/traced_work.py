@@ -87,4 +87,5 @@ _PRODUCTS: dict[str, Callable[[Any], int]] = {
     "ragged_dot_general": _of_rows,
     "native_product": _of_rows,
     "native_grouped_product": _of_rows,
+    "native_quantized_product": _of_rows,
 }

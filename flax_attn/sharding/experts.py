@@ -53,7 +53,7 @@ def on_mesh(
     arrays = {name: variable[...].astype(dtype) for name, variable in variables.items()}
     mesh = mesh_in_use(x)
     if mesh is None:
-        return _by_token(compute, x, weights, experts, arrays)
+        return by_token(compute, x, weights, experts, arrays)
     rows = rows_of(x, mesh)
     taken = set(chain.from_iterable(map(axes_in, rows)))
     specs = {name: _spec(variable, mesh, taken) for name, variable in variables.items()}
@@ -175,7 +175,7 @@ def _of_device(
     if own.experts:
         first = jax.lax.axis_index(own.experts) * len(arrays["gate"])
         experts = experts - first
-    y = _by_token(compute, x, weights, experts, arrays)
+    y = by_token(compute, x, weights, experts, arrays)
     if own.summed:
         y = jax.lax.psum(y, own.summed)
     if own.shared:
@@ -203,9 +203,17 @@ def _on_first(x: Array, axes: tuple[str, ...]) -> Array:
     return jnp.where(first, x, 0)
 
 
-def _by_token(
-    compute: Compute, x: Array, weights: Array, experts: Array, arrays: Mapping[str, Array]
+def by_token(
+    compute: Callable[..., Array], x: Array, weights: Array, experts: Array, arrays: Mapping
 ) -> Array:
+    """Return `compute(x, weights, experts, arrays)` for tokens in one axis, without a mesh.
+
+    Example:
+        >>> weights, experts = jnp.ones((2, 5, 1)), jnp.zeros((2, 5, 1), int)
+        >>> twice = lambda x, weights, experts, arrays: 2 * x
+        >>> by_token(twice, jnp.ones((2, 5, 3)), weights, experts, {}).shape
+        (2, 5, 3)
+    """
     tokens = x.reshape(-1, x.shape[-1])
     weights = weights.reshape(-1, weights.shape[-1])
     experts = experts.reshape(-1, experts.shape[-1])

@@ -10,8 +10,10 @@ from safetensors.torch import load_file, save_file
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
+from flax_attn import Linear
 from flax_attn.convert import ConversionError, state_dict
-from flax_attn.models import from_pretrained
+from flax_attn.models import from_pretrained, generate
+from flax_attn.parity.tolerance import reordered
 
 SIZES = {
     "hidden_size": 32,
@@ -45,14 +47,14 @@ QUANTIZED = {
 SCALE = "_scale_inv"
 
 
-def quantized(weights, scale_dtype=torch.float32):
+def quantized(weights, scale_dtype=torch.float32, block=BLOCK):
     """Return the matrices of layers in eight bits, and their scales."""
     random, found = torch.Generator().manual_seed(0), {}
     for name, weight in weights.items():
         found[name] = weight
         if ".layers." in name and weight.ndim == 2 and not name.endswith("gate.weight"):
             found[name] = (64 * torch.randn(weight.shape, generator=random)).to(torch.float8_e4m3fn)
-            blocks = [-(-size // edge) for size, edge in zip(weight.shape, BLOCK, strict=True)]
+            blocks = [-(-size // edge) for size, edge in zip(weight.shape, block, strict=True)]
             found[name + SCALE] = (1e-3 + 1e-3 * torch.rand(blocks, generator=random)).to(
                 scale_dtype
             )
@@ -126,6 +128,26 @@ def test_its_logits_are_those_of_transformers(folder, tmp_path_factory):
         expected = theirs.eval()(torch.from_numpy(tokens)).logits.numpy()
     found = from_pretrained(folder, param_dtype=jnp.float32)(jnp.asarray(tokens))
     np.testing.assert_allclose(found, expected, atol=1e-5 * np.abs(expected).max(), rtol=0)
+
+
+@pytest.mark.parametrize("block", [BLOCK, (16, 32)])
+def test_held_as_it_is_stored_it_is_the_model_in_floats(folder, block):
+    edit(folder, quantization_config=QUANTIZED | {"weight_block_size": list(block)})
+    file = folder / "model.safetensors"
+    plain = {name: weight for name, weight in load_file(file).items() if not name.endswith(SCALE)}
+    save_file(quantized(plain, block=block), file)
+    floats = from_pretrained(folder, param_dtype=jnp.float32)
+    held = from_pretrained(folder, param_dtype=jnp.float32, weights="stored")
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, SIZES["vocab_size"], (2, 9)))
+    for some in (tokens, tokens[:1, :5]):
+        found, expected = ({"": np.asarray(model(some))} for model in (held, floats))
+        assert max(reordered(found, expected).values()) <= 1
+    attention, experts = held.trf_blocks[1].att, held.trf_blocks[1].ff.experts
+    assert attention.W_query_up.weight.dtype == jnp.float8_e4m3fn
+    # Absorbed, it is read as floats.
+    assert type(attention.W_key_value) is Linear
+    assert experts.W_down.weight.nbytes == 4 * 32 * 16
+    assert generate(held, [3, 1, 4], 4) == generate(floats, [3, 1, 4], 4)
 
 
 def test_a_weight_without_its_scales_is_named(folder):

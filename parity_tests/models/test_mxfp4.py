@@ -2,6 +2,7 @@
 
 import json
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -10,10 +11,12 @@ from safetensors.torch import load_file, save_file
 from transformers import GptOssConfig, GptOssForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from flax_attn import set_backend
 from flax_attn.convert import ConversionError, state_dict
 from flax_attn.convert.headers import read_headers
-from flax_attn.models import from_pretrained
+from flax_attn.models import from_pretrained, generate
 from flax_attn.models.hugging_face.mxfp4 import dequantized
+from flax_attn.parity.tolerance import reordered
 
 SIZES = {
     "hidden_size": 32,
@@ -111,3 +114,42 @@ def test_blocks_without_their_scales_are_named(folder):
     wrong = [f"missing {name} ", f"unexpected {name}_blocks ", f"unexpected {name}_scales "]
     assert len(lines) == 3
     assert all(line.startswith(start) for line, start in zip(lines, wrong, strict=True)), lines
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_held_as_it_is_stored_it_is_the_model_in_floats(folder, backend):
+    floats = from_pretrained(folder, param_dtype=jnp.float32)
+    held = from_pretrained(folder, param_dtype=jnp.float32, weights="stored")
+    for model in (floats, held):
+        set_backend(model, backend)
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, SIZES["vocab_size"], (2, 9)))
+    for some in (tokens, tokens[:1, :5]):
+        found, expected = ({"": np.asarray(model(some))} for model in (held, floats))
+        assert max(reordered(found, expected).values()) <= 1
+    experts = held.trf_blocks[1].ff.experts
+    assert experts.W_gate.weight.dtype == jnp.uint8
+    # 32 numbers take 16 bytes and a scale.
+    assert experts.W_gate.weight.nbytes + experts.W_gate.scale.nbytes == 4 * 64 * 17
+    assert generate(held, [3, 1, 4], 4) == generate(floats, [3, 1, 4], 4)
+
+
+def test_held_in_bfloat16_it_is_as_near_as_floats(folder):
+    whole = from_pretrained(folder, param_dtype=jnp.float32)
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, SIZES["vocab_size"], (2, 9)))
+    exact = np.asarray(whole(tokens))
+    errors = []
+    for weights in (None, "stored"):
+        model = from_pretrained(folder, param_dtype=jnp.bfloat16, weights=weights)
+        # Routers compute in float32.
+        with jax.numpy_dtype_promotion("standard"):
+            found = np.asarray(model(tokens)).astype(np.float32)
+        assert model.trf_blocks[0].ff.experts.W_up.param_dtype == jnp.bfloat16
+        errors.append(np.abs(found - exact).max())
+    floats, held = errors
+    assert held <= 3 * floats
+
+
+def test_a_folder_of_floats_holds_nothing_as_it_is_stored(tmp_path):
+    GptOssForCausalLM(GptOssConfig(**SIZES)).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="needs a folder whose matrices are stored in 8 or 4 bits"):
+        from_pretrained(tmp_path, weights="stored")

@@ -1,4 +1,6 @@
-"""Matrices in 8 bits: the layer and whole models, beside PyTorch and beside what was quantized."""
+"""Matrices in 8 and 4 bits: layers and models, beside PyTorch and beside what was quantized."""
+
+import dataclasses
 
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +11,10 @@ from flax import nnx
 import flax_attn
 import torch_ref
 from flax_attn import convert
+from flax_attn.functional.quantized import QuantizedMatrix
 from flax_attn.models import quantize
+from flax_attn.models.quantize import quantized_as
+from torch_ref.functional.quantized import QuantizedMatrix as OfTorch
 from torch_ref.models import quantize as quantize_torch
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -24,19 +29,86 @@ def test_the_layer_is_that_of_pytorch():
     matrix[:, 2] = 0
     ours = flax_attn.QuantizedLinear(jnp.asarray(matrix), jnp.asarray(bias))
     theirs = torch_ref.QuantizedLinear(torch.tensor(matrix), torch.tensor(bias))
-    np.testing.assert_array_equal(ours.kernel[...].T, theirs.weight)
-    expected = x @ (np.asarray(ours.kernel[...]) * np.asarray(ours.scale[...])) + bias
+    np.testing.assert_array_equal(ours.weight[...], theirs.weight)
+    expected = x @ (np.asarray(ours.weight[...]) * np.asarray(ours.scale[...])).T + bias
     np.testing.assert_allclose(ours(jnp.asarray(x)), expected, rtol=0, atol=1e-12)
     np.testing.assert_allclose(
         ours(jnp.asarray(x)), theirs(torch.tensor(x)).detach(), rtol=0, atol=1e-12
     )
 
 
+def held(weight, block, *lead):
+    """Return the same matrices (..., 18, 32) of random numbers for both sides."""
+    rng = np.random.default_rng(len(lead))
+    d_in = 16 if weight == "uint8" else 32
+    numbers = rng.integers(0, 120, (*lead, 18, d_in), np.uint8)
+    blocks = [-(-size // edge) for size, edge in zip((18, 32), block, strict=True)]
+    if weight == "uint8":
+        scale = rng.integers(120, 130, (*lead, *blocks), np.uint8)
+    else:
+        numbers, scale = numbers.view(weight), rng.uniform(0.5, 2, (*lead, *blocks))
+    parts = jnp.asarray(numbers), jnp.asarray(scale)
+    ours = QuantizedMatrix(*parts, block, jnp.dtype("float64"))
+    codes = torch.from_numpy(numbers.view(np.uint8)).view(getattr(torch, weight))
+    theirs = OfTorch(codes, torch.from_numpy(scale), block, torch.float64)
+    return ours, theirs
+
+
+FORMATS = [("int8", (1, 32)), ("float8_e4m3fn", (16, 8)), ("uint8", (1, 32))]
+
+
+@pytest.mark.parametrize("lead", [(), (3,)])
+@pytest.mark.parametrize(("weight", "block"), FORMATS)
+def test_every_format_is_that_of_pytorch(weight, block, lead):
+    pair = held(weight, block, *lead)
+    floats = [np.asarray(one.floats()) for one in pair]
+    np.testing.assert_array_equal(*floats)
+    assert len(np.unique(floats[0])) > 10
+    bias, x = numbers(*lead, 18), numbers(*lead, 4, 32)
+    ours = flax_attn.QuantizedLinear(pair[0], jnp.asarray(bias))
+    theirs = torch_ref.QuantizedLinear(pair[1], torch.tensor(bias))
+    expected = x @ floats[0].swapaxes(-1, -2) + bias[..., None, :]
+    scale = np.abs(expected).max()
+    for found in (ours(jnp.asarray(x)), theirs(torch.tensor(x)).detach()):
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12 * scale)
+
+
+@pytest.mark.parametrize("form", ["sorted", "dense"])
+@pytest.mark.parametrize(("weight", "block"), FORMATS)
+def test_experts_are_those_of_pytorch_and_of_floats(weight, block, form):
+    numerics = {"param_dtype": jnp.float64, "rngs": nnx.Rngs(0)}
+    ours = flax_attn.Experts(3, 32, 18, bias=True, form=form, **numerics)
+    router = flax_attn.Router(32, 3, top_k=2, **numerics)
+    theirs = torch_ref.Experts(3, 32, 18, bias=True).double()
+    for name in ("W_gate", "W_up", "W_down"):
+        mine, other = getattr(ours, name), getattr(theirs, name)
+        other.weight.data = torch.tensor(np.asarray(mine.kernel[...].swapaxes(1, 2)))
+        other.bias.data = torch.tensor(np.asarray(mine.bias[...]))
+    x = numbers(2, 5, 32)
+    routing = router(jnp.asarray(x))
+    weights, experts, logits = (torch.tensor(np.asarray(part)) for part in routing)
+    of_torch = torch_ref.Routing(weights, experts.long(), logits)
+    for name in ("W_gate", "W_up"):
+        mine, other = held(weight, block, 3)
+        # In floats first, then as they are held.
+        getattr(ours, name).kernel.set_value(mine.floats().swapaxes(1, 2))
+    floats = np.asarray(ours(jnp.asarray(x), routing))
+    for name in ("W_gate", "W_up"):
+        setattr(ours, name, quantized_as(getattr(ours, name), mine))
+        bias = getattr(theirs, name).bias
+        setattr(theirs, name, torch_ref.QuantizedLinear(other, bias))
+    scale = np.abs(floats).max()
+    found = ours(jnp.asarray(x), routing)
+    np.testing.assert_allclose(found, floats, rtol=0, atol=1e-12 * scale)
+    expected = theirs(torch.tensor(x), of_torch).detach().numpy()
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12 * scale)
+
+
 def test_the_output_is_as_near_as_rounding_allows():
     matrix, x = numbers(31, 9), numbers(4, 31)
     layer = flax_attn.QuantizedLinear(jnp.asarray(matrix))
     scale = np.asarray(layer.scale[...])
-    bound = np.abs(x).sum(axis=-1, keepdims=True) * scale / 2
+    bound = np.abs(x).sum(axis=-1, keepdims=True) * scale.T / 2
     error = np.abs(layer(jnp.asarray(x)) - x @ matrix)
     assert (error <= bound).all()
     # Its matrix is one of 255 numbers a column, and not the given one.
@@ -59,7 +131,7 @@ def test_a_model_is_that_of_pytorch(tied):
     found = ours(jnp.asarray(tokens))
     expected = theirs(torch.tensor(tokens)).detach().numpy()
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12 * np.abs(expected).max())
-    # The int8 kernels cross like weights.
+    # The int8 matrices cross like weights.
     state = convert.state_dict(ours)
     assert state["trf_blocks.0.att.W_query.weight"].dtype == np.int8
     assert state.keys() == theirs.state_dict().keys()
@@ -70,6 +142,14 @@ def test_both_refuse_alike():
         flax_attn.QuantizedLinear(jnp.ones((2, 3, 4)))
     with pytest.raises(ValueError, match="two axes"):
         torch_ref.QuantizedLinear(torch.ones(2, 3, 4))
+    rule = r"scale must have a number for each block of \(16, 8\), \(2, 4\) .* got \(1, 4\)"
+    for layer, matrix in zip(
+        (flax_attn.QuantizedLinear, torch_ref.QuantizedLinear),
+        held("float8_e4m3fn", (16, 8)),
+        strict=True,
+    ):
+        with pytest.raises(ValueError, match=rule):
+            layer(dataclasses.replace(matrix, scale=matrix.scale[:1]))
     with pytest.raises(ValueError, match="needs a model with a Linear"):
         quantize(flax_attn.RMSNorm(3))
     with pytest.raises(ValueError, match="needs a model with a Linear"):

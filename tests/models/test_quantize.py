@@ -9,48 +9,10 @@ from jax.sharding import AxisType
 
 from flax_attn import GPT2, GPT2Config, Linear, Llama, LlamaConfig, QuantizedLinear, set_backend
 from flax_attn.models import from_pretrained, generate, quantize
-from flax_attn.native import choose_level, levels, library
-from flax_attn.native.int8_product import int8_product
 from flax_attn.sharding import shard
 
-SIZES = [(1, 1, 1), (2, 3, 5), (5, 31, 17), (8, 32, 64), (15, 33, 65), (16, 65, 127), (3, 200, 130)]
 GPT = GPT2Config(48, 4, 2, context_length=64, vocab_size=97)
 LLAMA = LlamaConfig(64, 96, num_heads=4, num_layers=2, num_kv_heads=2, vocab_size=97)
-
-
-@pytest.fixture
-def every_level():
-    yield levels()
-    choose_level(levels()[0])
-
-
-@pytest.mark.skipif(library() is None, reason="the library was not built")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_the_native_product_is_exact_to_rounding(sizes, dtype, every_level):
-    m, d_in, d_out = sizes
-    rng = np.random.default_rng(d_out)
-    x = jnp.asarray(rng.normal(size=(m, d_in)), dtype)
-    matrix = rng.integers(-127, 128, (d_in, d_out))
-    wide = np.asarray(x, np.float64)
-    # Each of d_in sums rounds once, each product at most once.
-    bound = (d_in + 1) * 2.0**-23 * (np.abs(wide) @ np.abs(matrix))
-    for level in every_level:
-        choose_level(level)
-        found = int8_product(x, jnp.asarray(matrix, jnp.int8))
-        assert (np.abs(found - wide @ matrix) <= bound).all(), level
-
-
-@pytest.mark.skipif(library() is None, reason="the library was not built")
-def test_numbers_that_are_not_finite_reach_their_row_only(every_level):
-    x = jnp.ones((4, 40)).at[1, 3].set(jnp.nan).at[2, 5].set(-jnp.inf).at[3, 0].set(3.4e38)
-    for level in every_level:
-        choose_level(level)
-        found = np.asarray(int8_product(x, jnp.ones((40, 70), jnp.int8)))
-        assert (found[0] == 40).all(), level
-        assert np.isnan(found[1]).all(), level
-        assert (found[2] == -np.inf).all(), level
-        assert np.isfinite(found[3]).all(), level
 
 
 @pytest.mark.parametrize("m", [3, 40])

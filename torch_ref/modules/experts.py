@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from attn_spec.checks import check_choice, check_positive, check_type, check_width
 from attn_spec.swiglu import SwiGLUBounds
 from torch_ref.modules.feed_forward import ACTIVATIONS
+from torch_ref.modules.quantized_linear import QuantizedLinear
 from torch_ref.modules.router import Routing
 from torch_ref.modules.typed import TypedModule
 
@@ -82,6 +83,11 @@ class Experts(TypedModule):
         >>> Experts(4, 3, 6)(x, Router(3, 4, top_k=2)(x)).shape
         torch.Size([5, 3])
     """
+
+    # Quantized where the files of a model hold them so.
+    W_gate: _Linears | QuantizedLinear
+    W_up: _Linears | QuantizedLinear
+    W_down: _Linears | QuantizedLinear
 
     def __init__(
         self,

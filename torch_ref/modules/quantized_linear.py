@@ -1,4 +1,4 @@
-"""The linear layer whose matrix is held in 8 bits, for generating."""
+"""The linear layer whose matrix is held in 8 or 4 bits, for generating."""
 
 import torch
 from jaxtyping import Float
@@ -6,11 +6,14 @@ from torch import Tensor, nn
 
 from attn_spec.checks import check_width
 from torch_ref.functional.dtypes import accumulation_dtype
+from torch_ref.functional.quantized import QuantizedMatrix, to_int8
 from torch_ref.modules.typed import TypedModule
 
 
 class QuantizedLinear(TypedModule):
-    """`(x @ weight^T) * scale + bias`, where `weight` is int8 and each row has its scale.
+    """`x @ matrix^T + bias`, where the matrix is held in 8 or 4 bits, with a scale for each block.
+
+    A matrix of floats is held in int8, each column with its scale:
 
         scale_j = max_i |matrix_ij| / 127
         weight_ji = round(matrix_ij / scale_j)
@@ -19,15 +22,17 @@ class QuantizedLinear(TypedModule):
     the bias.
 
     Args:
-        matrix: matrix of floats that is quantized.
+        matrix: matrix of floats that is quantized, or one that is quantized already.
         bias: bias, kept as it is; None is none.
 
     Shapes:
-        matrix `(d_in, d_out)`, weight `(d_out, d_in)`, scale and bias `(d_out,)`; `(..., d_in)` to
-        `(..., d_out)`.
+        matrix of floats `(d_in, d_out)`, weight `(d_out, d_in)` or as in `QuantizedMatrix`, bias
+        `(d_out,)`; `(..., d_in)` to `(..., d_out)`. With an axis of layers before the others, as in
+        `Experts`, the input has it too.
 
     Raises:
-        ValueError: if the matrix does not have two axes, or the input has another width.
+        ValueError: if a matrix of floats does not have two axes, a block has no scale, or the input
+            has another width.
 
     Example:
         >>> layer = QuantizedLinear(torch.tensor([[1.0, 20.0], [-0.5, 127.0]]))
@@ -41,23 +46,29 @@ class QuantizedLinear(TypedModule):
     weight: Tensor
     scale: Tensor
 
-    def __init__(self, matrix: Tensor, bias: Float[Tensor, " d_out"] | None = None):
+    def __init__(
+        self, matrix: Tensor | QuantizedMatrix, bias: Float[Tensor, "*lead d_out"] | None = None
+    ):
         super().__init__()
-        if matrix.ndim != 2:
-            raise ValueError(
-                "matrix must have two axes, (d_in, d_out), whose columns are quantized one by one;"
-                f" got {tuple(matrix.shape)}. Pass the transposed weight of one layer"
-            )
-        self.d_in = len(matrix)
+        if not isinstance(matrix, QuantizedMatrix):
+            if matrix.ndim != 2:
+                raise ValueError(
+                    "matrix must have two axes, (d_in, d_out), whose columns are quantized one by"
+                    f" one; got {tuple(matrix.shape)}. Pass the transposed weight of one layer"
+                )
+            matrix = to_int8(matrix.T)
+        matrix.check()
+        self.d_in, self.block = matrix.d_in, matrix.block
+        # Of the numbers with their scales.
         self._dtype = matrix.dtype
-        dtype = accumulation_dtype(matrix.dtype)
-        wide = matrix.detach().T.to(dtype)
-        largest = wide.abs().amax(dim=1)
-        # A column of zeros stays one.
-        scale = torch.where(largest == 0, 1, largest / 127)
-        self.register_buffer("weight", (wide / scale[:, None]).round().to(torch.int8))
-        self.register_buffer("scale", scale)
+        self.register_buffer("weight", matrix.weight)
+        self.register_buffer("scale", matrix.scale)
         self.bias = None if bias is None else nn.Parameter(bias.detach())
+
+    @property
+    def matrix(self) -> QuantizedMatrix:
+        """The matrix as it is held."""
+        return QuantizedMatrix(self.weight, self.scale, self.block, self._dtype)
 
     @property
     def result_dtype(self) -> torch.dtype:
@@ -68,11 +79,15 @@ class QuantizedLinear(TypedModule):
         check_width("x", x, "d_in", self.d_in)
         dtype = torch.promote_types(x.dtype, self.result_dtype)
         wide = accumulation_dtype(dtype)
-        # The scale of a column multiplies its sum, not each of its numbers.
-        matrix = self.weight.to(wide).T
-        sums = x.to(wide) @ matrix
-        found = sums * self.scale.to(wide)
+        matrix = self.matrix
+        *shape, _ = x.shape
+        *lead, _, _ = matrix.weight.shape
+        # With an axis of layers each has its own tokens.
+        tokens = x.reshape(*lead, -1, self.d_in)
+        found = tokens.to(wide) @ matrix.kernels(wide)
         if self.bias is not None:
             # Added before the one rounding of the result.
-            found = found + self.bias.to(wide)
+            bias = self.bias.to(wide)
+            found = found + bias.unsqueeze(-2)
+        found = found.reshape(*shape, matrix.d_out)
         return found.to(dtype)

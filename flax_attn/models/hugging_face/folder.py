@@ -32,6 +32,7 @@ from flax_attn.models.hugging_face.copies import check_copies
 from flax_attn.models.hugging_face.counts import check_counts
 from flax_attn.models.hugging_face.entries import match, names_of, plan_entries
 from flax_attn.models.hugging_face.family import Family
+from flax_attn.models.hugging_face.held import hold
 from flax_attn.models.hugging_face.quantized import dequantized, read_quantization
 from flax_attn.models.hugging_face.reading import fill
 from flax_attn.models.hugging_face.replacement import named_apart, replace_model
@@ -59,7 +60,7 @@ class LoadOptions(TypedDict, total=False):
     rngs: nnx.Rngs | None
     progress: bool | None
     mesh: Mesh | None
-    weights: Literal["int8"] | None
+    weights: Literal["int8", "stored"] | None
 
 
 def load(
@@ -98,12 +99,14 @@ def load(
         _check_float64(stored[name].dtype for name in names_of(entries))
     fork_streams(model, options.get("rngs"))
     memory = Memory() if mesh is None else OnMesh(mesh)
+    weights_in = options.get("weights")
+    if weights_in == "stored":
+        entries = hold(model, entries, stored, dtype, Memory())
     fill(own, entries, stored, dtype, options.get("progress"), memory)
     if mesh is not None:
         # What is left: the streams of dropout.
         shard(model, mesh)
-    weights_in = options.get("weights")
-    if weights_in is not None:
+    if weights_in == "int8":
         quantize(model, weights_in)
     model.eval()
     return model
@@ -178,7 +181,7 @@ def _check_options(options: LoadOptions) -> None:
 
 
 def _check_quantized(weights: str, mesh: Mesh | None, scan_layers: bool) -> None:
-    check_choice("weights", weights, WEIGHTS)
+    check_choice("weights", weights, (*WEIGHTS, "stored"))
     if mesh is not None or scan_layers:
         given = "scan_layers" if mesh is None else "a mesh"
         raise ValueError(

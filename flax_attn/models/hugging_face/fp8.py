@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 
 import jax.numpy as jnp
@@ -11,6 +10,7 @@ import numpy as np
 from flax.typing import Dtype
 
 from flax_attn.convert.headers import Stored
+from flax_attn.models.hugging_face.packed import Codes, Packed
 
 _SCALE = "_scale_inv"
 _SCALES = ("float32", "bfloat16", "float16")
@@ -40,7 +40,9 @@ def dequantized(
             continue
         # Nothing is read yet: a weight is computed when its turn comes.
         read = partial(_read, weight, scales, block, dtype)
-        found[name] = replace(weight, dtype=jnp.dtype(dtype).name, read=read)
+        decoded = jnp.dtype(dtype).name
+        codes = Codes(weight.read, lambda scales=scales: _wide(scales), block)
+        found[name] = Packed(weight.file, weight.shape, decoded, read, codes)
         del found[name + _SCALE]
     return found
 
@@ -65,12 +67,16 @@ def _read(weight: Stored, scales: Stored, block: tuple[int, int], dtype: Dtype) 
     values = _byte_values()
     packed = weight.read().view(np.uint8)
     numbers = np.empty(weight.shape, dtype)
-    for i, factors in enumerate(scales.read().astype(np.float32)):
+    for i, factors in enumerate(_wide(scales)):
         part = slice(i * height, (i + 1) * height)
         # The last block of a row may be smaller.
         scale = np.repeat(factors, width)[:columns]
         numbers[part] = values[packed[part]] * scale
     return numbers
+
+
+def _wide(scales: Stored) -> np.ndarray:
+    return scales.read().astype(np.float32)
 
 
 def _byte_values() -> np.ndarray:

@@ -11,9 +11,10 @@ from functools import cache, partial
 import jax.numpy as jnp
 import numpy as np
 
+from attn_spec.quantized import E2M1
 from flax_attn.convert.headers import Stored
+from flax_attn.models.hugging_face.packed import Codes, Packed
 
-_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of E2M1: the fourth bit is the sign
 _BYTES = 16  # of a block, two numbers in each
 
 
@@ -58,9 +59,14 @@ def _fit(blocks: Stored, scales: Stored) -> bool:
 
 def _joined(blocks: Stored, scales: Stored) -> Stored:
     e, o, groups, _ = blocks.shape
-    return Stored(
-        blocks.file, (e, 2 * _BYTES * groups, o), "bfloat16", partial(_read, blocks, scales)
+    codes = Codes(
+        lambda: blocks.read().reshape(e, o, -1).swapaxes(1, 2),
+        lambda: scales.read().swapaxes(1, 2),
+        (1, 2 * _BYTES),
+        per_element=2,
     )
+    shape = e, 2 * _BYTES * groups, o
+    return Packed(blocks.file, shape, "bfloat16", partial(_read, blocks, scales), codes)
 
 
 def _read(blocks: Stored, scales: Stored) -> np.ndarray:
@@ -92,8 +98,7 @@ def _table() -> np.ndarray:
 
 def _byte_values() -> np.ndarray:
     """Return the two numbers of each byte, that of the lower four bits first."""
-    positive = np.array(_MAGNITUDES, np.float32)
-    values = np.concatenate([positive, -positive])
+    values = np.array(E2M1, np.float32)
     byte = np.arange(256)
     low, high = byte & 15, byte >> 4
     return np.stack([values[low], values[high]], axis=-1)

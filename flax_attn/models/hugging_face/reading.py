@@ -34,7 +34,7 @@ def fill(
     for group in _shown(groups) if shown else groups:
         mapped = {}
         for entry in group:
-            mapped |= _read(entry, stored)
+            mapped |= read_parts(entry, stored)
         for variable, layers in whole(own, mapped):
             arrays = [array for parts in layers for array in parts]
             # Statistics keep their dtype.
@@ -47,7 +47,7 @@ def _size(group: list[Entry]) -> int:
     return sum(math.prod(entry.shape) for entry in group)
 
 
-def _read(entry: Entry, stored: Mapping[str, Stored]) -> dict[str, list[np.ndarray]]:
+def read_parts(entry: Entry, stored: Mapping[str, Stored]) -> dict[str, list[np.ndarray]]:
     """Return the parts of an entry: each parameter whole, or in the pieces that it is stored in."""
     if "*" not in entry.theirs:
         parts = entry.parts(stored[entry.theirs].read())

@@ -24,7 +24,12 @@ class Memory:
     def __init__(self):
         self.free = np.empty(0, np.uint8)
 
-    def copy(self, arrays: list[np.ndarray], variable: nnx.Variable, dtype: np.dtype) -> Array:
+    def copy(
+        self,
+        arrays: list[np.ndarray],
+        variable: nnx.Variable | jax.ShapeDtypeStruct,
+        dtype: np.dtype,
+    ) -> Array:
         """Return the value of a variable: one array, or those of all layers and experts stacked.
 
         An array that lies as JAX needs it is not copied: of a file, it is mapped.

@@ -45,7 +45,7 @@ static bool supported() {
 const flax_attn::Kernels* flax_attn::amx_kernels() {
   if (!amx::supported()) return nullptr;
   static const Kernels kernels{"amx", amx::forward, amx::backward, avx512bf16_kernels()->product,
-                               avx512_kernels()->grouped};
+                               avx512_kernels()->grouped, avx512bf16_kernels()->quantized};
   return &kernels;
 }
 #else

@@ -10,7 +10,7 @@
 #include "level.h"
 
 const flax_attn::Kernels* flax_attn::avx2_kernels() {
-  static const Kernels kernels{"avx2", avx2::forward, avx2::backward, avx2::product, avx2::grouped};
+  static const Kernels kernels{"avx2", avx2::forward, avx2::backward, avx2::product, avx2::grouped, avx2::quantized};
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") ? &kernels : nullptr;
 }
 #else

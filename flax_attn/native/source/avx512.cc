@@ -10,7 +10,7 @@
 #include "level.h"
 
 const flax_attn::Kernels* flax_attn::avx512_kernels() {
-  static const Kernels kernels{"avx512", avx512::forward, avx512::backward, avx512::product, avx512::grouped};
+  static const Kernels kernels{"avx512", avx512::forward, avx512::backward, avx512::product, avx512::grouped, avx512::quantized};
   const bool supported = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
   return supported ? &kernels : nullptr;

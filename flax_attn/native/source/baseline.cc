@@ -11,6 +11,6 @@
 #include "level.h"
 
 const flax_attn::Kernels* flax_attn::baseline_kernels() {
-  static const Kernels kernels{"baseline", baseline::forward, baseline::backward, baseline::product, baseline::grouped};
+  static const Kernels kernels{"baseline", baseline::forward, baseline::backward, baseline::product, baseline::grouped, baseline::quantized};
   return &kernels;
 }

@@ -52,10 +52,9 @@ struct Backward : Attention {
 // result (m, d_out) = x (m, d_in) @ matrix
 struct MatrixProduct {
   int64_t m, d_in, d_out;
-  Type type;         // of x, and of the matrix unless it is of int8
+  Type type;         // of x and of the matrix
   Type result_type;  // the same, or float32
   bool transposed;   // the matrix is (d_out, d_in) instead of (d_in, d_out)
-  bool int8;         // the matrix is of int8, and not transposed; the result is float32
   const void *x, *matrix;
   void* result;
 };
@@ -75,12 +74,27 @@ struct GroupedProduct {
   void* result;
 };
 
+// result (m, d_out) = x (m, d_in) @ matrix^T, of each group its own rows as in `GroupedProduct`. A block of (block_out,
+// block_in) numbers of a matrix has one scale; block_in is a multiple of 32, or all.
+enum class Codes { int8, e4m3, e2m1 };
+struct QuantizedProduct {
+  int64_t m, groups, d_in, d_out, block_out, block_in;
+  Type type;  // of x
+  Codes codes;
+  const void* x;
+  const void* matrix;    // (groups, d_out, d_in), of e2m1 two numbers in a byte
+  const void *scale;     // (groups, d_out / block_out, d_in / block_in), rounded up: float32, or beside e2m1 exponents
+  const int32_t* sizes;  // (groups): how many rows each has; null where all are those of one
+  float* result;
+};
+
 struct Kernels {
   const char* name;
   void (*forward)(const Forward&, Pool&);
   void (*backward)(const Backward&, Pool&);
   void (*product)(const MatrixProduct&, Pool&);
   void (*grouped)(const GroupedProduct&, Pool&);
+  void (*quantized)(const QuantizedProduct&, Pool&);
 };
 
 // The kernels compiled for one instruction level; null where the compiler or the processor does not have it.

@@ -47,6 +47,9 @@ struct ProductOptions {
 struct GroupedOptions {
   int64_t form;
 };
+struct QuantizedOptions {
+  int64_t block_out, block_in;
+};
 
 // The arrays that forward and backward begin with.
 struct AttentionArrays {
@@ -209,20 +212,6 @@ ffi::Error backward(ffi::ThreadPool threads, ffi::RemainingArgs arguments,
   return ffi::Error::Success();
 }
 
-// A product whose arrays are what they must be.
-ffi::Error run(MatrixProduct call, const Given& x, const Given& matrix, const Given& result,
-               ffi::ThreadPool& threads) {
-  if (result.empty()) return ffi::Error::Success();
-  if (call.d_in == 0) {
-    std::memset(result.memory, 0, call.m * call.d_out * ffi::ByteWidth(result.type));
-    return ffi::Error::Success();
-  }
-  call.x = x.data<void>(), call.matrix = matrix.data<void>(), call.result = result.data<void>();
-  XlaPool pool(threads);
-  chosen.load()->product(call, pool);
-  return ffi::Error::Success();
-}
-
 ffi::Error product(ffi::ThreadPool threads, ffi::RemainingArgs arguments,
                    ffi::RemainingRets results, ProductOptions options) {
   Border border("flax_attn.matrix_product", arguments, results);
@@ -242,24 +231,15 @@ ffi::Error product(ffi::ThreadPool threads, ffi::RemainingArgs arguments,
                           result.is(DataType::F32, {}, {call.m, call.d_out}),
                       "result must have the dtype of x or be float32, and be (m, d_out)"))
     return border.error();
-  return run(call, x, matrix, result, threads);
-}
-
-ffi::Error int8(ffi::ThreadPool threads, ffi::RemainingArgs arguments, ffi::RemainingRets results) {
-  Border border("flax_attn.int8_product", arguments, results);
-  const Given x = border.argument("x"), matrix = border.argument("matrix"),
-              result = border.result("result");
-  MatrixProduct call{};
-  call.m = x.behind(2), call.d_in = x.behind(1), call.d_out = result.behind(1);
-  call.type = x.number(), call.result_type = Type::float32, call.int8 = true;
-  border.require(x.is_number() && x.sizes.size() == 2,
-                 "x must be float32, bfloat16 or float16, and (m, d_in)");
-  border.require(matrix.is(DataType::S8, {}, {call.d_in, call.d_out}),
-                 "matrix must be int8, and (d_in, d_out)");
-  if (!border.require(result.is(DataType::F32, {}, {call.m, call.d_out}),
-                      "result must be float32, and (m, d_out)"))
-    return border.error();
-  return run(call, x, matrix, result, threads);
+  if (result.empty()) return ffi::Error::Success();
+  if (call.d_in == 0) {
+    std::memset(result.memory, 0, call.m * call.d_out * ffi::ByteWidth(result.type));
+    return ffi::Error::Success();
+  }
+  call.x = x.data<void>(), call.matrix = matrix.data<void>(), call.result = result.data<void>();
+  XlaPool pool(threads);
+  chosen.load()->product(call, pool);
+  return ffi::Error::Success();
 }
 
 ffi::Error grouped(ffi::ThreadPool threads, ffi::RemainingArgs arguments,
@@ -296,6 +276,50 @@ ffi::Error grouped(ffi::ThreadPool threads, ffi::RemainingArgs arguments,
   call.result = result.data<void>();
   XlaPool pool(threads);
   chosen.load()->grouped(call, pool);
+  return ffi::Error::Success();
+}
+
+ffi::Error quantized(ffi::ThreadPool threads, ffi::RemainingArgs arguments,
+                     ffi::RemainingRets results, QuantizedOptions options) {
+  Border border("flax_attn.quantized_product", arguments, results);
+  const Given x = border.argument("x"), matrix = border.argument("matrix"),
+              scale = border.argument("scale");
+  const Given sizes = border.optional("sizes"), result = border.result("result");
+  QuantizedProduct call{};
+  call.m = x.behind(2), call.d_in = x.behind(1), call.d_out = matrix.behind(2);
+  call.block_out = options.block_out, call.block_in = options.block_in;
+  call.groups = sizes.memory ? matrix.behind(3) : 1, call.type = x.number();
+  const bool pairs = matrix.type == DataType::U8;
+  call.codes = pairs ? Codes::e2m1 : matrix.type == DataType::S8 ? Codes::int8 : Codes::e4m3;
+  const Sizes groups = sizes.memory ? matrix.before(2) : Sizes{};
+  border.require(x.is_number() && x.sizes.size() == 2,
+                 "x must be float32, bfloat16 or float16, and (m, d_in)");
+  border.require(call.block_out >= 1 && call.block_in >= 1 &&
+                     (call.block_in % 32 == 0 || call.block_in >= call.d_in),
+                 "block_out must be at least 1, and block_in a multiple of 32, or at least d_in");
+  border.require(pairs || matrix.type == DataType::S8 || matrix.type == DataType::F8E4M3FN,
+                 "matrix must be int8, float8_e4m3fn or uint8");
+  border.require(matrix.is(matrix.type, groups, {call.d_out, pairs ? call.d_in / 2 : call.d_in}) &&
+                     (!pairs || call.d_in % 32 == 0) && (!sizes.memory || groups.size() == 1),
+                 "matrix must be (d_out, d_in), or (groups, d_out, d_in) beside sizes; of uint8, "
+                 "two numbers in each, d_in must be a multiple of 32");
+  // A block of no numbers breaks the rule above.
+  const int64_t height = std::max<int64_t>(call.block_out, 1), width = std::max<int64_t>(call.block_in, 1);
+  const int64_t rows = call.d_out / height + (call.d_out % height > 0);
+  const int64_t columns = call.d_in / width + (call.d_in % width > 0);
+  border.require(scale.is(pairs ? DataType::U8 : DataType::F32, groups, {rows, columns}),
+                 "scale must be float32, or uint8 beside a matrix of uint8, and have a number for "
+                 "each block");
+  border.require(!sizes.memory || sizes.is(DataType::S32, {}, {call.groups}),
+                 "sizes must be int32, and (groups,)");
+  if (!border.require(result.is(DataType::F32, {}, {call.m, call.d_out}),
+                      "result must be float32, and (m, d_out)"))
+    return border.error();
+  if (result.empty()) return ffi::Error::Success();
+  call.x = x.data<void>(), call.matrix = matrix.data<void>(), call.scale = scale.data<void>();
+  call.sizes = sizes.data<int32_t>(), call.result = result.data<float>();
+  XlaPool pool(threads);
+  chosen.load()->quantized(call, pool);
   return ffi::Error::Success();
 }
 
@@ -347,6 +371,8 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(BackwardOptions, StructMember<float>("scal
                                       StructMember<bool>("heads_first"));
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(ProductOptions, StructMember<bool>("transposed"));
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(GroupedOptions, StructMember<int64_t>("form"));
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(QuantizedOptions, StructMember<int64_t>("block_out"),
+                                      StructMember<int64_t>("block_in"));
 
 #pragma GCC visibility push(default)
 extern "C" {
@@ -354,11 +380,10 @@ extern "C" {
 XLA_FFI_DEFINE_HANDLER_SYMBOL(attention_forward, forward, bound<ForwardOptions>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(attention_backward, backward, bound<BackwardOptions>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(matrix_product, product, bound<ProductOptions>());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(int8_product, int8,
-                              ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().RemainingArgs().RemainingRets());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(write_tokens, store_tokens,
                               ffi::Ffi::Bind().RemainingArgs().RemainingRets());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(grouped_product, grouped, bound<GroupedOptions>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(quantized_product, quantized, bound<QuantizedOptions>());
 
 // The name of the i-th level that this processor has, quickest first; null beyond the last.
 const char* level_name(int i) {

@@ -11,6 +11,7 @@ namespace flax_attn::LEVEL {
 #include "backward.h"
 #include "product.h"
 #include "grouped.h"
+#include "quantized.h"
 
 template <typename Arguments, typename F>
 static void by_type(const Arguments& x, F run) {
@@ -35,9 +36,7 @@ static void backward(const Backward& x, Pool& pool) {
 static void product(const MatrixProduct& x, Pool& pool) {
   by_type(x, [&](auto number) {
     using Number = decltype(number);
-    if (x.int8)
-      multiply_few<Number, int8_t, float>(x, pool);
-    else if (x.result_type == Type::float32)
+    if (x.result_type == Type::float32)
       multiply_few<Number, Number, float>(x, pool);
     else
       multiply_few<Number, Number, Number>(x, pool);
@@ -46,6 +45,15 @@ static void product(const MatrixProduct& x, Pool& pool) {
 
 static void grouped(const GroupedProduct& x, Pool& pool) {
   by_type(x, [&](auto number) { multiply_groups<decltype(number)>(x, pool); });
+}
+
+static void quantized(const QuantizedProduct& x, Pool& pool) {
+  by_type(x, [&](auto number) {
+    using Number = decltype(number);
+    if (x.codes == Codes::int8) multiply_held<Number, InFloats<int8_t>, int8_t, float>(x, pool);
+    if (x.codes == Codes::e4m3) multiply_held<Number, InFloats<E4M3>, E4M3, float>(x, pool);
+    if (x.codes == Codes::e2m1) multiply_held<Number, InFloats<E2M1>, E2M1, E8M0>(x, pool);
+  });
 }
 
 }  // namespace flax_attn::LEVEL

@@ -19,22 +19,6 @@ static inline Pair load_pair(const T* x) {
   __builtin_memcpy(&bits, x, sizeof bits);
   return {widen<T>(bits & 0xffff), widen<T>(bits >> 16)};
 }
-static inline Vector load(const int8_t* x) {
-  // From a vector of bytes compilers make several halves.
-#if VECTOR_BYTES == 64
-  return (Vector)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)x)));
-#elif VECTOR_BYTES == 32
-  return (Vector)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)x)));
-#else
-  typedef int16_t Shorts __attribute__((vector_size(2 * WIDTH)));
-  Bytes y;
-  __builtin_memcpy(&y, x, sizeof y);
-  const Shorts wide = __builtin_convertvector(y, Shorts);
-  return __builtin_convertvector(__builtin_convertvector(wide, Ints), Vector);
-#endif
-}
-static inline Pair load_pair(const int8_t* x) { return {load(x), load(x + WIDTH)}; }
-static inline float read(const int8_t* x) { return *x; }
 static inline void store(float* x, const Pair& y) {
   store(x, y.first);
   store(x + WIDTH, y.second);
