@@ -86,9 +86,8 @@ def _pulled_back(call: Call, floats: Floats, cotangent: Array) -> Floats:
 
 def _floats(call: Call) -> Floats:
     """Return the arrays that have gradients; a scale that is a number has none."""
-    scale = call.scale if ARRAY_SCALE in call.options else None
-    captured = () if call.score is None else call.score.floats
-    return Floats(call.query, call.key, call.value, call.bias, call.sinks, scale, captured)
+    found = call.floats
+    return found if ARRAY_SCALE in call.options else found._replace(scale=None)
 
 
 def _with(call: Call, floats: Floats) -> Call:
