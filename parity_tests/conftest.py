@@ -3,6 +3,7 @@
 import importlib
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from unittest import mock
 
 import jax
@@ -15,6 +16,7 @@ from flax import nnx
 from flax_attn import convert
 from flax_attn.proof.build import build, drawn
 
+# Workers share the processors.
 torch.set_num_threads(1)
 
 
@@ -80,15 +82,12 @@ class Side:
 
     def build(self, variant, *arguments, **keywords):
         """Return a module in float64."""
-        package = importlib.import_module(self.name)
-        if not self.is_flax:
-            return build(package, variant, *arguments, **keywords).double()
-
-        def make():
-            numerics = {"rngs": nnx.Rngs(0), "param_dtype": jnp.float64}
-            return build(package, variant, *arguments, numerics=numerics, **keywords)
-
-        return drawn(make)
+        make = partial(build, importlib.import_module(self.name), variant, *arguments, **keywords)
+        # The key is made where the module is.
+        numerics = {"param_dtype": jnp.float64}
+        if self.is_flax:
+            return drawn(lambda: make(numerics={"rngs": nnx.Rngs(0), **numerics}))
+        return make().double()
 
     def numpy(self, array):
         return convert.to_numpy(array)
@@ -99,12 +98,11 @@ class Side:
     def gradients(self, function, *arrays):
         """Return the gradients of a scalar function, as numpy arrays."""
         if self.is_flax:
-            return [
-                np.asarray(g)
-                for g in jax.jit(jax.grad(function, tuple(range(len(arrays)))))(*arrays)
-            ]
-        arrays = [array.detach().clone().requires_grad_() for array in arrays]
-        return [g.numpy() for g in torch.autograd.grad(function(*arrays), arrays)]
+            differentiate = jax.jit(jax.grad(function, tuple(range(len(arrays)))))
+            return [np.asarray(gradient) for gradient in differentiate(*arrays)]
+        # Leaves of their own: what is given stays as it is.
+        leaves = [array.detach().clone().requires_grad_() for array in arrays]
+        return [gradient.numpy() for gradient in torch.autograd.grad(function(*leaves), leaves)]
 
 
 BOTH = (Side("flax_attn"), Side("torch_ref"))

@@ -12,7 +12,8 @@ import torch
 import torch_ref
 
 ROOT = Path(__file__).parents[1]
-sys.path.append(str(ROOT))  # tests are not installed
+# Tests are not installed.
+sys.path.append(str(ROOT))
 
 from tests.fuzz import calls  # noqa: E402, found there
 from tests.fuzz.attention import KEY, NAMES, Attention, cast  # noqa: E402
@@ -20,7 +21,8 @@ from tests.fuzz.integers import Integers  # noqa: E402
 from tests.fuzz.judge import Judged, Wrong  # noqa: E402
 
 SHARE = range(300)
-TOGETHER = 50  # calls a test
+# Calls of a test.
+TOGETHER = 50
 
 
 def as_tensor(x: np.ndarray) -> torch.Tensor:
@@ -50,24 +52,31 @@ def mask_of(case: Attention) -> Any:
 def results(case: Attention) -> dict[str, np.ndarray]:
     """Return what `torch_ref` computes: output, weights and gradients."""
     arrays = {name: as_tensor(x).requires_grad_() for name, x in case.rounded().items()}
-    given_arrays = dict(arrays)
-    if case.unbatched:
-        given_arrays |= {name: arrays[name][0] for name in NAMES[:3]}
-    dropout = torch_ref.KeyedDropout(case.rate, torch.tensor(KEY.astype(np.int64)))
-    found = torch_ref.attend(
-        **given_arrays,
-        mask=mask_of(case),
-        scale=case.scale,
-        soft_cap=case.soft_cap,
-        dropout=dropout if case.rate else None,
-        return_weights=True,
-    )
-    output, weights = found.output, found.weights
-    if case.unbatched:
-        output, weights = output[None], weights[None]
+    output, weights = attend(case, arrays)
     output.backward(as_tensor(cast(case.cotangent, case.dtype)))
     gradients = {name: as_array(x.grad) for name, x in arrays.items()}
     return {"output": as_array(output), "weights": as_array(weights), **gradients}
+
+
+def attend(case: Attention, arrays: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return output and weights, with an axis of rows also where the call has none."""
+    options = options_of(case)
+    if not case.unbatched:
+        found = torch_ref.attend(**arrays, **options)
+        return found.output, found.weights
+    found = torch_ref.attend(**arrays | {name: arrays[name][0] for name in NAMES[:3]}, **options)
+    return found.output[None], found.weights[None]
+
+
+def options_of(case: Attention) -> dict[str, Any]:
+    dropout = torch_ref.KeyedDropout(case.rate, torch.tensor(KEY.astype(np.int64)))
+    return {
+        "mask": mask_of(case),
+        "scale": case.scale,
+        "soft_cap": case.soft_cap,
+        "dropout": dropout if case.rate else None,
+        "return_weights": True,
+    }
 
 
 def check(case: Attention) -> None:
@@ -84,12 +93,14 @@ def check(case: Attention) -> None:
     Judged(case.dtype, found, case.rounded(), cotangent, case.options, case.chooses).check()
 
 
-@pytest.mark.usefixtures("no_shape_checks")  # NumPy's integers are no int of the annotations
+# NumPy's integers are no int of the annotations.
+@pytest.mark.usefixtures("no_shape_checks")
 @pytest.mark.parametrize("first", SHARE[::TOGETHER])
 def test_random_calls_equal_the_formula(first):
     drawn = (calls.draw(np.random.default_rng(i)) for i in range(first, first + TOGETHER))
     for case in drawn:
-        if case.score is not None:  # functions of scores are written for JAX
+        # Functions of scores are written for JAX.
+        if case.score is not None:
             continue
         try:
             check(case)

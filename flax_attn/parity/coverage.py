@@ -60,17 +60,13 @@ def _untested(pair: Pair, checks: Sequence[Check]) -> Iterator[str]:
 
 def _exercised(pair: Pair, ran: Set[str]) -> Iterator[str]:
     """Yield inputs, extras, parameters, dtypes and branches."""
-    for name, array in pair.inputs.items():
-        yield f"{name} {array.shape} {array.dtype}"
+    yield from (f"{name} {array.shape} {array.dtype}" for name, array in pair.inputs.items())
     yield from sorted(pair.extras)
     count = len(pair.trainable)
     yield "1 parameter" if count == 1 else f"{count} parameters"
     # Every check that compares numbers does so in float64.
-    dtypes = ["float64", *(dtype for dtype in LOWER if dtype in ran)]
-    yield ", ".join(dtypes)
-    for check, branch in BRANCHES.items():
-        if check in ran:
-            yield branch
+    yield ", ".join(["float64", *(dtype for dtype in LOWER if dtype in ran)])
+    yield from (branch for check, branch in BRANCHES.items() if check in ran)
 
 
 def _ran(checks: Sequence[Check]) -> set[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from flax_attn.parity import tolerance
-from flax_attn.parity.adapters.adapter import AdapterError, Arrays, NotRun, Untested
+from flax_attn.parity.adapters.adapter import AdapterError, Arrays, NotRun, Result, Untested
 from flax_attn.parity.check import Check, worst_of
 from flax_attn.parity.pair import Pair
 
@@ -14,14 +14,19 @@ NO_KEY = "the calls take no dropout_key, so they cannot be made to drop the same
 
 def dropout(pair: Pair) -> Check:
     """Outputs and gradients in train mode, with the same dropout key in both."""
+    ours, theirs = _in_train_mode(pair)
+    errors = tolerance.relative(ours.outputs, theirs.outputs)
+    errors |= tolerance.gradient_errors(ours.gradients, pair.shared(theirs.gradients))
+    return worst_of("dropout", errors, tolerance.GRADIENT, flax=ours.arrays, torch=theirs.arrays)
+
+
+def _in_train_mode(pair: Pair) -> tuple[Result, Result]:
     if not pair.takes("dropout_key"):
         raise Untested(NO_KEY) if _drops(pair) else NotRun(NO_KEY)
     ours, theirs = pair.both(pair.training())
     if _are_equal(theirs.outputs, pair.plain.outputs):
         raise NotRun("nothing is dropped: train mode returns what eval mode does")
-    errors = tolerance.relative(ours.outputs, theirs.outputs)
-    errors |= tolerance.gradient_errors(ours.gradients, pair.shared(theirs.gradients))
-    return worst_of("dropout", errors, tolerance.GRADIENT, flax=ours.arrays, torch=theirs.arrays)
+    return ours, theirs
 
 
 def _drops(pair: Pair) -> bool:

@@ -25,16 +25,16 @@ from flax_attn.parity.pair import LOWER, Pair
 def shapes(pair: Pair) -> Check:
     """Names, shapes and dtypes of the outputs."""
     ours = pair.run("flax", pair.uncompiled)
-    theirs = pair.plain
-    errors = {}
+    return worst_of("shapes", dict(_compared(ours, pair.plain)), 0.0)
+
+
+def _compared(ours: Result, theirs: Result) -> Iterator[tuple[str, float]]:
     # Those of PyTorch come first; a dictionary keeps one of each name.
     names = {**theirs.outputs, **ours.outputs}
     for name in names:
         left = _described(ours, name)
         right = _described(theirs, name)
-        difference = f"{name}: flax {left}, torch {right}"
-        errors[difference] = float(left != right)
-    return worst_of("shapes", errors, 0.0)
+        yield f"{name}: flax {left}, torch {right}", float(left != right)
 
 
 def weights(pair: Pair) -> Check:

@@ -20,8 +20,8 @@ from flax_attn.parity.adapters.adapter import (
     NotRun,
     Result,
     RunSpec,
-    error_text,
     is_floating,
+    returned,
 )
 from flax_attn.parity.adapters.recording import Recording, RecordingAdapter
 from flax_attn.parity.training import Recipe, TrainingSpec
@@ -43,7 +43,7 @@ class Pair:
         seed: seed of everything that is drawn.
         recipe: recipe of the training check.
         extras: arguments of every call beside the inputs.
-        redraw: whether all parameters are drawn at random, so that none keeps its initial 0 or 1.
+        redraw: whether all parameters are drawn, so that none keeps its initial 0 or 1.
         layout: layout that made the entries; one made by `convert.auto` prints as a table.
     """
 
@@ -125,10 +125,7 @@ class Pair:
         key = framework, spec.name
         if key not in self._results:
             self._results[key] = self._attempt(framework, spec, method)
-        result = self._results[key]
-        if isinstance(result, Exception):
-            raise AdapterError(f"{framework} raised {error_text(result)}") from result
-        return result
+        return returned(framework, self._results[key])
 
     def _attempt(self, framework: str, spec: RunSpec | TrainingSpec, method: str) -> Any:
         adapter = self.flax if framework == "flax" else self.torch

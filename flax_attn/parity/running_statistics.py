@@ -74,16 +74,25 @@ def _of_torch(pair: Pair, spec: RunSpec) -> Result:
 
 
 def _of_flax(pair: Pair, spec: RunSpec) -> Result:
+    module = _nnx_module(pair)
+    ours = pair.run("flax", spec)
+    if _has_changed(pair, ours, pair.flax64.outputs):
+        return ours
+    raise _unchanged(module)
+
+
+def _nnx_module(pair: Pair) -> nnx.Module:
     module = getattr(pair.flax, "module", None)
     if not isinstance(module, nnx.Module):
         raise Untested(f"train mode of PyTorch: the {type(module).__name__} of JAX has no .train()")
-    ours = pair.run("flax", spec)
-    if not _has_changed(pair, ours, pair.flax64.outputs):
-        said = "train mode changes what PyTorch returns or keeps, and nothing in JAX"
-        if any(hasattr(layer, "use_running_average") for _, layer in nnx.iter_modules(module)):
-            said += ". Pass a call that leaves the mode to .train(), which sets use_running_average"
-        raise Untested(said)
-    return ours
+    return module
+
+
+def _unchanged(module: nnx.Module) -> Untested:
+    said = "train mode changes what PyTorch returns or keeps, and nothing in JAX"
+    if any(hasattr(layer, "use_running_average") for _, layer in nnx.iter_modules(module)):
+        said += ". Pass a call that leaves the mode to .train(), which sets use_running_average"
+    return Untested(said)
 
 
 def _has_changed(pair: Pair, result: Result, outputs: Arrays) -> bool:

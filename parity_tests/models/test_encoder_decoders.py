@@ -21,6 +21,7 @@ from flax_attn.parity import tolerance
 from flax_attn.proof.build import drawn
 from flax_attn.proof.prove import prove
 from flax_attn.proof.variants import select
+from parity_tests.asserts import assert_gradients_near, assert_near
 
 B, S, T, VOCAB = 3, 9, 7, 13
 LENGTHS = np.array([9, 3, 5])  # of the inputs
@@ -145,10 +146,7 @@ def test_a_model_is_the_same_function(row, tmp_path):
         return (logits * cotangent).sum(), logits
 
     gradients, logits = nnx.jit(nnx.grad(weighed, has_aux=True))(ours)
-    errors = tolerance.relative(
-        {"logits": np.asarray(logits)}, {"logits": reference.detach().numpy()}
-    )
-    assert errors["logits"] <= tolerance.FORWARD, errors
+    assert_near({"logits": np.asarray(logits)}, {"logits": reference.detach().numpy()})
     nnx.update(ours, gradients)
     (reference * torch.from_numpy(cotangent)).sum().backward()
     for parameter in theirs.parameters():  # transformers does not train Whisper's sinusoids
@@ -162,8 +160,7 @@ def test_a_model_is_the_same_function(row, tmp_path):
         for name, value in found.items()
         if name != "model.encoder.embed_positions.weight"
     }
-    errors = tolerance.gradient_errors(found, {name: expected[name] for name in found})
-    assert max(errors.values()) <= tolerance.GRADIENT, errors
+    assert_gradients_near(found, {name: expected[name] for name in found})
 
 
 def in_files(model, folder):
@@ -202,10 +199,9 @@ def test_a_head_of_its_own(tmp_path):
     logits = nnx.jit(lambda model, *given: model(*given, lengths=LENGTHS))(
         own, *map(jnp.asarray, inputs())
     )
-    errors = tolerance.relative(
+    assert_near(
         {"logits": np.asarray(logits)}, {"logits": their_logits(theirs, "t5").detach().numpy()}
     )
-    assert errors["logits"] <= tolerance.FORWARD, errors
 
 
 def config(side, row):
@@ -291,8 +287,7 @@ def test_steps_and_chunks_equal_the_full_forward(row, sides):
             f"{side.name}: {i}": in_calls(side, model, call, kept, plan)
             for i, plan in enumerate((STEPS, CHUNKS))
         }
-    errors = tolerance.relative(found, dict.fromkeys(found, found["torch_ref: full"]))
-    assert max(errors.values()) <= tolerance.FORWARD, errors
+    assert_near(found, dict.fromkeys(found, found["torch_ref: full"]))
 
 
 def test_what_padding_holds_does_not_matter(sides):
@@ -410,8 +405,7 @@ def test_remat_has_the_same_gradients(sides):
     }
     found.append(convert.to_layout(flat, "torch_ref"))
     for one in found[1:]:
-        errors = tolerance.gradient_errors(one, found[0])
-        assert max(errors.values()) <= tolerance.GRADIENT, errors
+        assert_gradients_near(one, found[0])
 
 
 def test_training_is_that_of_the_twin():

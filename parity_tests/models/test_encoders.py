@@ -21,6 +21,7 @@ from flax_attn.models.registry import FAMILIES
 from flax_attn.parity import tolerance
 from flax_attn.proof.prove import prove
 from flax_attn.proof.variants import select
+from parity_tests.asserts import assert_gradients_near, assert_near
 
 B, T, VOCAB = 3, 7, 13
 LENGTHS = np.array([7, 3, 5])
@@ -197,10 +198,7 @@ def test_a_model_is_the_same_function(row, tmp_path):
         for i, c in enumerate(cotangents)
     ]
     found = {str(i): np.asarray(output) * seen[i] for i, output in enumerate(outputs)}
-    errors = tolerance.relative(
-        found, {str(i): o.detach().numpy() * seen[i] for i, o in enumerate(references)}
-    )
-    assert max(errors.values()) <= tolerance.FORWARD, errors
+    assert_near(found, {str(i): o.detach().numpy() * seen[i] for i, o in enumerate(references)})
     nnx.update(ours, gradients)
     ours.save_pretrained(tmp_path / "gradients")
     found = {
@@ -209,8 +207,7 @@ def test_a_model_is_the_same_function(row, tmp_path):
     }
     reference = their_gradients(theirs, references, cotangents, tmp_path / "their gradients")
     assert found.keys() == reference.keys()
-    errors = tolerance.gradient_errors(found, reference)
-    assert max(errors.values()) <= tolerance.GRADIENT, errors
+    assert_gradients_near(found, reference)
 
 
 def fields(model):
@@ -250,8 +247,7 @@ def test_stacked_and_recomputed_layers_are_the_same_function(row, tmp_path):
         }
         found.append(flat)
     for one in found[1:]:
-        errors = tolerance.gradient_errors(one, found[0])
-        assert max(errors.values()) <= tolerance.GRADIENT, errors
+        assert_gradients_near(one, found[0])
     assert ours.config.num_layers == 2
 
 
@@ -286,8 +282,7 @@ def test_a_table_is_resized_as_torch_does(sizes, sides):
         side.numpy(function(side.array(table), *sizes[2:]))
         for side, function in zip(sides, resize, strict=True)
     )
-    errors = tolerance.relative({"table": found}, {"table": reference})
-    assert errors["table"] <= tolerance.FORWARD, errors
+    assert_near({"table": found}, {"table": reference})
 
 
 def test_the_pooler_is_that_of_the_twin(sides):
@@ -309,8 +304,7 @@ def test_the_pooler_is_that_of_the_twin(sides):
         )
         convert.load_state_dict(ours, theirs.state_dict())
         found, reference = ours.pooled(jnp.asarray(hidden)), theirs.pooled(torch.from_numpy(hidden))
-        errors = tolerance.relative({"x": np.asarray(found)}, {"x": reference.detach().numpy()})
-        assert errors["x"] <= tolerance.FORWARD, errors
+        assert_near({"x": np.asarray(found)}, {"x": reference.detach().numpy()})
 
 
 def test_a_published_sentence_encoder(tmp_path):

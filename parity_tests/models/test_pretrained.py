@@ -35,6 +35,7 @@ from flax_attn.convert.api import axes_of
 from flax_attn.models import GPT2, Llama, from_pretrained
 from flax_attn.models.hugging_face import folder as loader
 from flax_attn.parity import tolerance
+from parity_tests.asserts import assert_near
 
 B, T, CONTEXT = 3, 11, 16
 GPT2_SIZES = {"n_embd": 6, "n_head": 2, "n_layer": 2, "n_positions": CONTEXT, "vocab_size": 13}
@@ -157,8 +158,7 @@ def assert_same_logits(theirs, ours, t):
 
 
 def assert_equal_logits(ours, theirs):
-    errors = tolerance.relative({"logits": ours}, {"logits": theirs})
-    assert errors["logits"] <= tolerance.FORWARD, errors
+    assert_near({"logits": ours}, {"logits": theirs})
 
 
 SLIDING, FULL = "sliding_attention", "full_attention"

@@ -22,22 +22,27 @@ def calls(monkeypatch):
     return found
 
 
-ROWS = [  # what modules hand on; the backend itself is proven to compute the formula elsewhere
-    "multi_head_rope_yarn_packed",  # a mask, positions
-    "block_gpt2",  # the key of dropout, through a block
-]
-
-
-@pytest.mark.parametrize("case", select(ROWS), ids=lambda case: case.name)
-def test_blocked_equals_torch(case, calls, monkeypatch):
+@pytest.fixture
+def blocked_modules(monkeypatch):
+    """Set all modules that are proven to the backend."""
     build = proof._flax_module
 
-    def blocked_module(case):
+    def build_blocked(case):
         module = build(case)
         flax_attn.set_backend(module, "blocked")
         return module
 
-    monkeypatch.setattr(proof, "_flax_module", blocked_module)
+    monkeypatch.setattr(proof, "_flax_module", build_blocked)
+
+
+# What modules hand on: a mask and positions; the key of dropout, through a block. The backend
+# itself is proven to compute the formula elsewhere.
+ROWS = ["multi_head_rope_yarn_packed", "block_gpt2"]
+
+
+@pytest.mark.usefixtures("blocked_modules")
+@pytest.mark.parametrize("case", select(ROWS), ids=lambda case: case.name)
+def test_blocked_equals_torch(case, calls):
     report = proof.prove(case, checks=["shapes", "forward", "gradients", "dropout"])
     assert report.passed, report.explain()
     assert {call.dropout is None for call in calls} == {True, False}

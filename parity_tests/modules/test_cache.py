@@ -6,6 +6,7 @@ calls are eager: the table proves that compiled ones are equal.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,11 +14,13 @@ import pytest
 
 import torch_ref
 from flax_attn import convert
-from flax_attn.parity import tolerance
 from flax_attn.proof import variants as table
+from parity_tests.asserts import assert_near
+from parity_tests.chunks import is_padding, places, store
 
 B, T, D = 3, 7, 6
-TOTALS = np.array([7, 4, 6])  # tokens of each row
+# Tokens of each row.
+TOTALS = np.array([7, 4, 6])
 # How many tokens of each row come in each call, and how wide the call is: few widths, so that
 # little is compiled.
 STEPS = (((4, 1, 3), 4), ((1, 1, 1), 1), ((1, 1, 1), 1), ((1, 1, 1), 1))
@@ -26,6 +29,7 @@ RANDOM = np.random.default_rng(0)
 X = RANDOM.normal(size=(B, T, D))
 IDS = np.array([[0, 0, 0, 1, 1, 1, 1], [5, 5, 2, 2, 2, 2, 2], [3, 3, 3, 3, 3, 4, 4]])
 POSITIONS = np.array([[0, 1, 2, 0, 1, 2, 3], [0, 1, 0, 1, 2, 3, 4], [7, 9, 12, 13, 14, 0, 1]])
+# A mask for each row and head.
 DENSE = RANDOM.random((B, 4, T, T)) < 0.6
 
 
@@ -111,9 +115,11 @@ def packed_window(side, size):
     return {"mask": mask & side.Mask.window(1, None)}
 
 
+# Parts of blocks.
 LLAMA = {"norm": "RMSNorm", "ff": ("GatedFeedForward", {"d_hidden": 10}), "out_bias": False}
 EXACT = ("FeedForward", {"d_hidden": 10, "activation": "gelu_exact"})
 
+# Rows of the table whose mask alone makes them causal.
 CAUSAL_BY_MASK = ("multi_head_function_mask", "multi_head_packed_window", "multi_head_prefix_dense")
 VARIANTS = {
     "rope dynamic": heads(rope=rope("DynamicNTKScaling", (4.0, 8))),
@@ -167,88 +173,88 @@ def calls(plan):
     """Yield, for each call of a plan, the number of real tokens in each row and their indices."""
     held = np.zeros(B, int)
     for counts, width in plan:
-        yield np.array(counts), np.minimum(held[:, None] + np.arange(width), T - 1)
+        yield np.array(counts), places(held, width, T)
         held = held + counts
 
 
 def chunks(side, plan, *arrays):
-    """Return the tokens of each call and the other arrays, with NaN as padding, and the lengths."""
-    found = []
-    for counts, where in calls(plan):
-        real = np.arange(where.shape[1]) < counts[:, None]
-        cut = [
-            np.take_along_axis(a, where.reshape(*where.shape, *(1,) * (a.ndim - 2)), 1)
-            for a in arrays
-        ]
-        cut[0][~real] = np.nan
-        found.append([*map(side.array, cut), side.array(counts)])
-    return found
+    """Yield the tokens of each call and the other arrays, with NaN as padding, and the lengths."""
+    for counts, index in calls(plan):
+        x, *rest = (array[index] for array in arrays)
+        x[is_padding(x.shape[1], counts)] = np.nan
+        yield [*map(side.array, (x, *rest, counts))]
 
 
 def joined(plan, outputs):
     """Return the outputs of all calls at the positions of their tokens; padding is 0."""
     whole = np.zeros((B, T, outputs[0].shape[-1]))
-    for (counts, where), output in zip(calls(plan), outputs, strict=True):
-        for row, count in enumerate(counts):
-            whole[row, where[row, :count]] = output[row, :count]
+    held = np.zeros(B, int)
+    for (counts, _), output in zip(plan, outputs, strict=True):
+        held = store(whole, output, held, np.array(counts))
     return whole
 
 
 def full(side, case, module):
-    options = {
-        **case.options(side, T),
-        **({} if case.positions is None else {"positions": side.array(case.positions)}),
-    }
+    """Return the outputs of one call."""
+    options = dict(case.options(side, T))
+    if case.positions is not None:
+        options["positions"] = side.array(case.positions)
     call = side.jit(lambda x, lengths: module(x, lengths=lengths, **options))
     output = call(side.array(X), side.array(TOTALS))
     return joined(((TOTALS, T),), [side.numpy(output)])
 
 
-def in_calls(side, case, module):
-    """Return a function that computes the outputs in the calls of a plan."""
-    options, arrays = (
-        case.options(side, case.capacity),
-        [X] if case.positions is None else [X, case.positions],
-    )
+def attend(module, options, cache, x, *rest):
+    """Return the output and the cache; the rest are the positions, if given, and the lengths."""
+    *positions, lengths = rest
+    placed = {"positions": positions[0]} if positions else {}
+    attended = module.attend(x, lengths=lengths, cache=cache, **placed, **options)
+    return attended.output, attended.cache
 
-    @side.jit
-    def call(cache, x, *rest):
-        placed = {"positions": rest[0]} if rest[1:] else {}
-        attended = module.attend(x, lengths=rest[-1], cache=cache, **placed, **options)
-        return attended.output, attended.cache
 
-    def run(plan):
-        cache, outputs = module.init_cache(B, case.capacity), []
-        for chunk in chunks(side, plan, *arrays):
-            output, cache = call(cache, *chunk)
-            outputs.append(side.numpy(output))
-        return joined(plan, outputs)
+def in_calls(side, case, cache, call, plan):
+    """Return the outputs of the calls of a plan, from an empty cache."""
+    outputs = []
+    given = [] if case.positions is None else [case.positions]
+    for chunk in chunks(side, plan, X, *given):
+        output, cache = call(cache, *chunk)
+        outputs.append(side.numpy(output))
+    return joined(plan, outputs)
 
-    return run
+
+def all_outputs(side, case, module):
+    # Compiled once for both plans.
+    call = side.jit(partial(attend, module, case.options(side, case.capacity)))
+    run = partial(in_calls, side, case, module.init_cache(B, case.capacity), call)
+    outputs = {"full": full(side, case, module), "steps": run(STEPS), "chunks": run(CHUNKS)}
+    return {f"{side.name}: {name}": output for name, output in outputs.items()}
 
 
 @pytest.mark.parametrize("case", VARIANTS.values(), ids=VARIANTS)
 def test_steps_and_chunks_equal_the_full_forward(sides, case):
     found = {}
     for side, module in same_weights(case, sides):
-        run = in_calls(side, case, module)
-        outputs = {"full": full(side, case, module), "steps": run(STEPS), "chunks": run(CHUNKS)}
-        found |= {f"{side.name}: {name}": output for name, output in outputs.items()}
+        found |= all_outputs(side, case, module)
     truth = found["torch_ref: full"]
-    errors = tolerance.relative(found, dict.fromkeys(found, truth))
-    assert max(errors.values()) <= tolerance.FORWARD, errors
     assert np.abs(truth).max() > 0.1
+    assert_near(found, dict.fromkeys(found, truth))
 
 
 def test_every_causal_row_of_the_table_is_computed_in_steps():
-    for row in (row for row in table.VARIANTS if len(row.inputs) == 1):
-        module = row.build(torch_ref)
-        attention = getattr(module, "att", module)
-        causal = getattr(attention, "causal", True) or row.name in CAUSAL_BY_MASK
-        scaling = getattr(getattr(attention, "rope", None), "scaling", None)
-        causal = causal and not isinstance(
-            scaling, torch_ref.LongRoPEScaling
-        )  # which rotates cached keys anew
-        assert bool(row.chunks) == (hasattr(module, "init_cache") and causal), row.name
+    rows = [row for row in table.VARIANTS if len(row.inputs) == 1]
+    for row in rows:
+        assert bool(row.chunks) == has_steps(row), row.name
         totals = sum(np.array(chunk) for chunk in row.chunks)
+        # The chunks of the longest row are all of its tokens.
         assert not row.chunks or np.max(totals) == row.inputs[0][1], row.name
+
+
+def has_steps(row):
+    """Whether the module of a row is causal, and can be given a cache."""
+    module = row.build(torch_ref)
+    attention = getattr(module, "att", module)
+    causal = getattr(attention, "causal", True) or row.name in CAUSAL_BY_MASK
+    rope = getattr(attention, "rope", None)
+    # This scaling rotates the keys of a cache anew.
+    rotates_anew = isinstance(getattr(rope, "scaling", None), torch_ref.LongRoPEScaling)
+    return hasattr(module, "init_cache") and causal and not rotates_anew

@@ -36,6 +36,17 @@ def error_text(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
+def returned(framework: str, result: Any) -> Any:
+    """Return a result, or raise what was raised in its place.
+
+    Raises:
+        AdapterError: with the message of an error.
+    """
+    if isinstance(result, Exception):
+        raise AdapterError(f"{framework} raised {error_text(result)}") from result
+    return result
+
+
 class NotRun(Exception):  # noqa: N818, it is no error
     """A check that does not apply to a pair; the message says why."""
 
