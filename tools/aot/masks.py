@@ -67,9 +67,12 @@ def figures(target: AbsentDevices, function: Callable, arguments: tuple) -> Figu
     memory = program.memory_analysis()
     assert memory is not None, "XLA reports memory for GPUs"
     text = program.as_text() or ""
+    return Figures(launches(read(text)), memory.temp_size_in_bytes, _waits(text))
+
+
+def _waits(text: str) -> int:
     # The host waits for a loop whose count is not known.
-    waits = text.count(" while(") - text.count('"known_trip_count"')
-    return Figures(launches(read(text)), memory.temp_size_in_bytes, waits)
+    return text.count(" while(") - text.count('"known_trip_count"')
 
 
 def table(calls: Sequence[ModelCall] = CALLS, backend: str = "blocked") -> Iterator[str]:
@@ -79,10 +82,14 @@ def table(calls: Sequence[ModelCall] = CALLS, backend: str = "blocked") -> Itera
     with gpu.described(1) as devices:
         target = AbsentDevices("H200", devices, CHIPS["h200"].memory)
         for call in calls:
-            one = figures(target, forward(call, backend), (call.arrays,))
-            both = call.arrays, call.cotangent
-            two = figures(target, forward_and_backward(call, backend), both)
-            yield f"| {call.name} | {_cell(one)} | {_cell(two)} |"
+            yield _line(target, call, backend)
+
+
+def _line(target: AbsentDevices, call: ModelCall, backend: str) -> str:
+    one = figures(target, forward(call, backend), (call.arrays,))
+    both = call.arrays, call.cotangent
+    two = figures(target, forward_and_backward(call, backend), both)
+    return f"| {call.name} | {_cell(one)} | {_cell(two)} |"
 
 
 def _cell(found: Figures) -> str:
