@@ -1,6 +1,7 @@
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import jax
@@ -12,11 +13,11 @@ from rich.table import Table
 
 from flax_attn import Mask
 from flax_attn.aot import gpu
-from flax_attn.bench.calls import MODEL_CALLS, ModelCall
+from flax_attn.bench.calls import MODEL_CALLS, ModelCall, forward
 from flax_attn.device.kernels import ComparedKernel, kernel
 from flax_attn.plan.hlo import read
 from tools.aot import gpu as of_gpu
-from tools.aot import models, report, rows
+from tools.aot import masks, models, report, rows
 from tools.aot.__main__ import main
 from tools.aot.assembler import Assembled
 from tools.aot.compiled import CompiledCost, collectives, compile_for
@@ -317,3 +318,19 @@ def test_the_table_of_models_has_a_column_for_each_chip():
     cell = "1 of 4, 3 of 9<br>1.0, 2.0<br>168<br>8<br>40<br>64"
     assert text.splitlines()[0] == "| call | a100 | h200 |"
     assert text.splitlines()[2] == f"| small | {cell} | not today |"
+
+
+def test_the_table_of_masks_has_the_figures_of_each_call(monkeypatch):
+    monkeypatch.setattr("tools.aot.masks.gpu.described", lambda count: nullcontext(HERE.devices))
+    calls = [call(Mask.causal(0))]
+    heading, _, line = masks.table(calls, "reference")
+    assert heading == "| mask | forward | forward+backward |"
+    assert re.fullmatch(r"\| small \| \d+ in \d+ MiB \| \d+ in \d+ MiB \|", line)
+    one = masks.figures(HERE, forward(calls[0], "reference"), (calls[0].arrays,))
+    assert f"| small | {one.launches} in 0 MiB |" in line
+
+
+def test_masks_are_compiled_for_a_gpu_alone(capsys):
+    with pytest.raises(SystemExit):
+        main(["tpu", "--masks"])
+    assert "--masks compiles for an H200; got platform 'tpu'" in capsys.readouterr().err

@@ -6,7 +6,7 @@ import sys
 from rich.console import Console
 
 from flax_attn.bench.calls import MODEL_CALLS
-from tools.aot import models
+from tools.aot import masks, models
 from tools.aot.report import tables
 
 
@@ -24,7 +24,17 @@ def main(arguments: list[str] | None = None) -> None:
         action="store_true",
         help="compile the calls of models with fused for every chip, and print Markdown",
     )
+    parser.add_argument(
+        "--masks",
+        action="store_true",
+        help="compile a long call with each kind of mask with blocked for an H200",
+    )
     options = parser.parse_args(arguments)
+    if options.masks:
+        if options.platform != "gpu":
+            parser.error(f"--masks compiles for an H200; got platform {options.platform!r}")
+        _masks(options.quick)
+        return
     if options.models:
         _models(options.platform, options.quick)
         return
@@ -34,6 +44,14 @@ def main(arguments: list[str] | None = None) -> None:
         # A table is printed as soon as its device is done: the next one takes minutes.
         for table in tables(options.platform, options.quick):
             console.print(table)
+    except ImportError as error:
+        sys.exit(str(error))
+
+
+def _masks(quick: bool) -> None:
+    try:
+        for line in masks.table(masks.CALLS[:2] if quick else masks.CALLS):
+            print(line, flush=True)
     except ImportError as error:
         sys.exit(str(error))
 

@@ -48,6 +48,9 @@ from flax_attn.functional.shapes import Index
 FORWARD, BACKWARD = 2**26, 3 * 2**24
 UNROLLED = 48  # tiles: more of them are looped over
 
+# The gradients that tiles add to, and what is added to the scores of keys that are not finite.
+_Carry = tuple[Floats, Array]
+
 
 @jax.custom_vjp
 def _attend(call: Call) -> Array:
@@ -121,7 +124,7 @@ def _applied(tile: WideTile, found: TileSoftmax) -> Float[Array, "b k t g v"]:
 
 def _gradients(call: Call, rows: Rows) -> Floats:
     one = _backward_pass(call, rows)
-    sums, _ = over_spans(one.division, one.in_span, one.zeros())
+    (sums, _), _ = over_spans(one.division, one.in_span, (one.zeros(), one.arrays.key_nan))
     return sums._replace(
         key=_of_keys(call.key, sums.key * call.scale),
         value=_of_keys(call.value, sums.value),
@@ -159,21 +162,24 @@ class _BackwardPass:
         sums = jax.tree.map(zeros, shared._replace(scale=scale))
         return sums._replace(query=jnp.zeros_like(call.query))
 
-    def in_span(self, sums: Floats, part: Index | int, span: Span) -> tuple[Floats, None]:
+    def in_span(self, carry: _Carry, part: Index | int, span: Span) -> tuple[_Carry, None]:
         # The loop adds up the gradients of its own keys, which a product can do by itself.
-        first = self.tile(Place(part, span, 0))
+        sums, nan = carry
+        first = self.tile(Place(part, span, 0), nan)
         key, value = first.take_keys(sums.key), first.take_keys(sums.value)
         own = sums._replace(key=key, value=value)
-        found, _ = over_span(self.division, self.step, own, part, span)
-        return first.put_keys(sums, found), None
+        (found, nan), _ = over_span(self.division, self.step, (own, nan), part, span)
+        return (first.put_keys(sums, found), nan), None
 
-    def tile(self, place: Place) -> WideTile:
-        return WideTile.of(self.arrays, self.division, place)
+    def tile(self, place: Place, nan: Array) -> WideTile:
+        return WideTile.of(self.arrays._replace(key_nan=nan), self.division, place)
 
-    def step(self, sums: Floats, place: Place) -> tuple[Floats, None]:
-        tile = self.tile(place)
+    def step(self, carry: _Carry, place: Place) -> tuple[_Carry, None]:
+        sums, nan = carry
+        tile = self.tile(place, nan)
         found = _backward_tile(tile, tile.rows(self.rows), sums)
-        return lax.optimization_barrier(found), None
+        # One tile after the other, as forward.
+        return lax.optimization_barrier((found, nan)), None
 
 
 def _rows(call: Call, output: Array, cotangent: Array) -> Rows:
@@ -191,9 +197,10 @@ def _backward_tile(tile: WideTile, rows: Rows, sums: Floats) -> Floats:
     query, cotangent = rows.again
     d_value = sums.value + tile.of_queries(times(weights, tile.dropout_factors()), cotangent)
     # What comes before is done before; dropout is drawn again, since XLA would keep its factors.
-    held = d_value, weights, tile.arrays.value, tile.arrays.rows
+    indices = None if call.dropout is None else tile.arrays.rows
+    held = d_value, weights, tile.arrays.value, indices
     d_value, weights, value, indices = lax.optimization_barrier(held)
-    again = replace(tile, arrays=tile.arrays._replace(rows=indices))
+    again = tile if indices is None else replace(tile, arrays=tile.arrays._replace(rows=indices))
     d_weights = times(tile.with_keys(rows.cotangent, value), again.dropout_factors())
     found = score_gradients(
         weights.astype(d_weights.dtype),
