@@ -91,7 +91,7 @@ def check_may_split(layer: str | None, mesh: Any) -> None:
     if layer is not None and any(mesh_axes(name, mesh) for name in table()):
         raise ValueError(
             f"{layer} runs on one device; got a mesh of {mesh.size} devices. For a mesh keep the"
-            ' matrices as they are, without quantize() and weights=..., or run the quantized'
+            " matrices as they are, without quantize() and weights=..., or run the quantized"
             " model outside of the mesh"
         )
 
