@@ -143,7 +143,7 @@ LAYERS = (
         ("Linear", "QuantizedLinear"),
         "Linear(8, 6, rngs=rngs)",
         "A projection that starts as `torch.nn.Linear` does; `nnx.Linear` starts differently."
-        " `QuantizedLinear` holds its matrix in int8, for generating.",
+        " `QuantizedLinear` holds its matrix in 8 or 4 bits, for generating.",
         "Ten tokens with six features each.",
         "torch.nn.Linear(8, 6)",
         of_x(lambda: torch.nn.Linear(8, 6)),

@@ -72,18 +72,19 @@ class QuantizedMatrix:
         """Return the matrix in a dtype, None for its own: multiplied in at least float32."""
         dtype = jnp.dtype(self.dtype if dtype is None else dtype)
         wide = accumulation_dtype(dtype)
-        if self.weight.dtype == jnp.uint8:
-            numbers = _unpacked(self.weight, wide)
-            scale = _power(self.scale, wide)
-        else:
-            numbers = self.weight.astype(wide)
-            scale = self.scale.astype(wide)
-        height, width = self.block
-        # A block may be larger than the matrix is.
-        rows = jnp.repeat(scale, min(height, self.d_out), axis=-2)
-        spread = jnp.repeat(rows, min(width, self.d_in), axis=-1)
-        scaled = numbers * spread[..., : self.d_out, : self.d_in]
+        numbers = _numbers(self.weight, wide)
+        scales = self._scales(wide)
+        scaled = numbers * scales
         return scaled.astype(dtype)
+
+    def _scales(self, dtype: Dtype) -> Array:
+        """Return the scale of each number."""
+        scale = _powers(self.scale, dtype)
+        height, width = self.block
+        # A block may be larger than the matrix is, and the last one end beyond it.
+        rows = jnp.repeat(scale, min(height, self.d_out), axis=-2)
+        both = jnp.repeat(rows, min(width, self.d_in), axis=-1)
+        return both[..., : self.d_out, : self.d_in]
 
     def kernels(self, dtype: Dtype) -> Float[Array, "*lead d_in d_out"]:
         """Return the matrix in a dtype, as a layer of floats holds it."""
@@ -101,21 +102,31 @@ def to_int8(matrix: Float[Array, "d_out d_in"]) -> QuantizedMatrix:
         [[127, -64], [20, 127]]
     """
     wide = matrix.astype(accumulation_dtype(matrix.dtype))
-    largest = jnp.max(jnp.abs(wide), axis=-1, keepdims=True, initial=0)
-    # A row of zeros stays one.
-    scale = jnp.where(largest == 0, 1, largest / 127)
-    weight = jnp.round(wide / scale).astype(jnp.int8)
-    return QuantizedMatrix(weight, scale, (1, matrix.shape[-1]), matrix.dtype)
+    scale = _largest(wide) / 127
+    weight = jnp.round(wide / scale)
+    block = 1, matrix.shape[-1]
+    return QuantizedMatrix(weight.astype(jnp.int8), scale, block, matrix.dtype)
 
 
-def _unpacked(weight: Array, dtype: Dtype) -> Array:
-    """Return the two numbers of each byte."""
+def _largest(matrix: Array) -> Array:
+    """Return the largest size in each row; for a row of zeros, which stays one, 127."""
+    largest = jnp.max(jnp.abs(matrix), axis=-1, keepdims=True, initial=0)
+    return jnp.where(largest == 0, 127, largest)
+
+
+def _numbers(weight: Array, dtype: Dtype) -> Array:
+    """Return the numbers without their scale."""
+    if weight.dtype != jnp.uint8:
+        return weight.astype(dtype)
     table = jnp.array(E2M1, dtype)
     pairs = jnp.stack([weight & 15, weight >> 4], axis=-1)
     return table[pairs].reshape(*weight.shape[:-1], -1)
 
 
-def _power(scale: Array, dtype: Dtype) -> Array:
-    """Return the power of two that a byte stands for."""
+def _powers(scale: Array, dtype: Dtype) -> Array:
+    """Return scales in a dtype: of bytes the powers of two that they stand for."""
+    if scale.dtype != jnp.uint8:
+        return scale.astype(dtype)
+    # The last byte is no number.
     powers = np.append(np.exp2(np.arange(255.0) - 127), np.nan)
     return jnp.array(powers, dtype)[scale]

@@ -1,4 +1,4 @@
-"""A model as small programs, one for each kind of layer: twelve equal layers compile once.
+"""A model as small programs of a few layers: those of equal layers compile once.
 
 Only in flax_attn: PyTorch compiles nothing.
 """
@@ -22,6 +22,10 @@ from flax_attn.models.blocks import Blocks
 from flax_attn.models.encoder_decoder import EncoderDecoder
 from flax_attn.models.language_model import LanguageModel
 from flax_attn.models.sampling import sample
+
+# Layers that are one program in a step: each program that starts costs time in which nothing is
+# read, and each layer of a program costs time to compile.
+_TOGETHER = 6
 
 
 class _Form(NamedTuple):
@@ -69,12 +73,12 @@ def new_tokens(
     choose = _compiled(_choose, ends.form, sampling)
     x = embed(ends.arrays, tokens, lengths)
     caches = []
-    steps = []
     for layer in layers:
         prefill = _compiled(_prefill, layer.form, capacity)
         x, cache = prefill(layer.arrays, x, lengths)
         caches.append(cache)
-        steps.append(_compiled(_step, layer.form, donated=(1, 2)))
+    caches = _grouped(caches)
+    steps = [_step_of(group) for group in _grouped(layers)]
     x = _last(x, lengths)
     # What was drawn before is part of these prompts.
     prompt_lengths = lengths - np.int32(first)
@@ -83,8 +87,8 @@ def new_tokens(
         token, x = choose(ends.arrays, x, prompt_lengths, number, key)
         # Yielded before the next is computed: who needs no more stops here.
         yield token
-        for i, layer in enumerate(layers):
-            x, caches[i] = steps[i](layer.arrays, x, caches[i])
+        for i, step in enumerate(steps):
+            x, caches[i] = step(x, caches[i])
 
 
 def new_tokens_with_rereads(
@@ -168,10 +172,26 @@ def _part(module: nnx.Module) -> _Part:
 # argument.
 @lru_cache(maxsize=1024)
 def _compiled(
-    function: Callable, form: _Form, *options: Any, donated: tuple[int, ...] = ()
+    function: Callable,
+    form: _Form | tuple[_Form, ...],
+    *options: Any,
+    donated: tuple[int, ...] = (),
 ) -> Callable:
-    """Return a function of the arrays of a module, whose form and options are fixed."""
+    """Return a function of the arrays of modules, whose forms and options are fixed."""
     return jax.jit(partial(function, form, *options), donate_argnums=donated)
+
+
+def _grouped(layers: Sequence[Any]) -> list[Any]:
+    starts = range(0, len(layers), _TOGETHER)
+    return [layers[start : start + _TOGETHER] for start in starts]
+
+
+def _step_of(layers: Sequence[_Part]) -> Callable:
+    """Return the step of layers as a function of their input and their caches."""
+    forms = tuple(layer.form for layer in layers)
+    step = _compiled(_step, forms, donated=(1, 2))
+    arrays = [layer.arrays for layer in layers]
+    return partial(step, arrays)
 
 
 def _embed(form: _Form, arrays: Any, tokens: Array, lengths: Array) -> Array:
@@ -191,9 +211,14 @@ def _prefill(form: _Form, capacity: int, arrays: Any, x: Array, lengths: Array) 
     return attended.output, attended.cache
 
 
-def _step(form: _Form, arrays: Any, x: Array, cache: Any) -> Any:
-    attended = form.module(arrays).attend(x, cache=cache)
-    return attended.output, attended.cache
+def _step(forms: Sequence[_Form], arrays: Any, x: Array, caches: Any) -> Any:
+    """Return the output of layers that follow one another, and their new caches."""
+    new = []
+    for form, own, cache in zip(forms, arrays, caches, strict=True):
+        attended = form.module(own).attend(x, cache=cache)
+        x = attended.output
+        new.append(attended.cache)
+    return x, new
 
 
 def _choose(

@@ -88,7 +88,7 @@ def generate(
     Where a row becomes a long input of LongRoPE all tokens are read again, as transformers does it
     for Phi-3.
 
-    Layers of equal shape are compiled once, for the prompts and for the steps, and again only when
+    Layers of equal shape are compiled once, for the steps six together, and again only when
     the number of prompts, their length or the length of all in multiples of 64 change. Stacked
     layers, those of a model with `scan_layers`, are copied: load a model without it to generate.
 

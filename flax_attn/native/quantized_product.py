@@ -16,7 +16,8 @@ from flax_attn.native import DTYPES, library, target
 from flax_attn.native.primitive import batch_by_mapping, primitive
 from flax_attn.native.product import FEW, is_algorithm
 
-_WEIGHTS = ("int8", "float8_e4m3fn", "uint8")
+# The dtype of the scales beside each dtype of numbers.
+_SCALES = {"int8": jnp.float32, "float8_e4m3fn": jnp.float32, "uint8": jnp.uint8}
 # A block is as wide as a multiple of it, or as the matrix: no vector has numbers of two blocks.
 _STEP = 32
 
@@ -30,18 +31,27 @@ def is_few(x: Array) -> bool:
 
 def takes(x: Array, matrix: QuantizedMatrix, precision: Any = None) -> bool:
     """Return whether `quantized_product` computes the product of rows, with sums in float32."""
-    weight, (_, width) = matrix.weight, matrix.block
-    dtypes = x.dtype.name in DTYPES and weight.dtype.name in _WEIGHTS
+    if library() is None or is_algorithm(precision):
+        return False
     # Scales in float64 are those of a model in float64.
-    scales = matrix.scale.dtype == (jnp.uint8 if weight.dtype == jnp.uint8 else jnp.float32)
+    wanted = _SCALES.get(matrix.weight.dtype.name)
+    if x.dtype.name not in DTYPES or matrix.scale.dtype != wanted:
+        return False
+    _, width = matrix.block
     whole = width % _STEP == 0 or width >= matrix.d_in
-    of_pairs = weight.dtype != jnp.uint8 or matrix.d_in % _STEP == 0
-    fits = dtypes and scales and whole and of_pairs and x.size > 0 and weight.size > 0
-    return fits and library() is not None and not is_algorithm(precision)
+    # Of two numbers in a byte the scalar end of a row has none.
+    pairs = wanted == jnp.uint8
+    even = not pairs or matrix.d_in % _STEP == 0
+    some = x.size > 0 and matrix.weight.size > 0
+    return whole and even and some
 
 
 def quantized_product(
-    x: Array, matrix: QuantizedMatrix, sizes: Array | None = None, *, precision: Any = None
+    x: Array,
+    matrix: QuantizedMatrix,
+    sizes: Array | None = None,
+    *,
+    precision: Any = None,
 ) -> Array:
     """Return `x @ matrix^T` in float32; it is differentiable in `x`.
 
@@ -67,7 +77,11 @@ def quantized_product(
 
 
 def plain_product(
-    x: Array, matrix: QuantizedMatrix, sizes: Array | None = None, *, precision: Any = None
+    x: Array,
+    matrix: QuantizedMatrix,
+    sizes: Array | None = None,
+    *,
+    precision: Any = None,
 ) -> Array:
     """Return `quantized_product` in plain JAX, its sums in at least float32.
 
@@ -80,31 +94,52 @@ def plain_product(
         [[2.0]]
     """
     dtype = accumulation_dtype(x.dtype)
-    options = {"precision": precision, "preferred_element_type": dtype}
+    options = {
+        "precision": precision,
+        "preferred_element_type": dtype,
+    }
     if sizes is not None:
         matrices = matrix.kernels(x.dtype)
         return jax.lax.ragged_dot(x, matrices, sizes, **options)
-    by_row = matrix.block[0] == 1 and matrix.block[1] >= matrix.d_in
+    height, width = matrix.block
+    by_row = height == 1 and width >= matrix.d_in
     if not by_row or matrix.weight.dtype == jnp.uint8:
-        return jnp.matmul(x, matrix.kernels(x.dtype), **options)
-    sums = jnp.matmul(x, matrix.weight.astype(x.dtype).mT, **options)
+        kernel = matrix.kernels(x.dtype)
+        return jnp.matmul(x, kernel, **options)
+    numbers = matrix.weight.astype(x.dtype)
+    sums = jnp.matmul(x, numbers.mT, **options)
     scale = matrix.scale.astype(dtype).mT
     return sums * jnp.broadcast_to(scale, sums.shape)
 
 
 def _plain(
-    x: Array, weight: Array, scale: Array, *sizes: Array, block: Any, dtype: Any, precision: Any
+    x: Array,
+    weight: Array,
+    scale: Array,
+    *sizes: Array,
+    block: tuple,
+    dtype: Any,
+    precision: Any,
 ) -> Array:
     matrix = QuantizedMatrix(weight, scale, block, dtype)
     return plain_product(x, matrix, *sizes, precision=precision)
 
 
 def _call(
-    x: Array, weight: Array, scale: Array, *sizes: Array, block: Any, dtype: Any, precision: Any
+    x: Array,
+    weight: Array,
+    scale: Array,
+    *sizes: Array,
+    block: tuple,
+    dtype: Any,
+    precision: Any,
 ) -> Array:
     height, width = map(np.int64, block)
-    result = jax.ShapeDtypeStruct((x.shape[0], weight.shape[-2]), jnp.float32)
-    call = jax.ffi.ffi_call(target("quantized_product"), result)
+    m, _ = x.shape
+    d_out = weight.shape[-2]
+    result = jax.ShapeDtypeStruct((m, d_out), jnp.float32)
+    name = target("quantized_product")
+    call = jax.ffi.ffi_call(name, result)
     return call(x, weight, scale, *sizes, block_out=height, block_in=width)
 
 
@@ -112,7 +147,8 @@ def _jvp(primals, tangents, **static):
     _, *others = primals
     # What is held does not change.
     dx = ad.instantiate_zeros(tangents[0])
-    return _product.bind(*primals, **static), _plain(dx, *others, **static)
+    product = _product.bind(*primals, **static)
+    return product, _plain(dx, *others, **static)
 
 
 _product = primitive("native_quantized_product", _call, _plain, ("block", "dtype", "precision"))

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -52,6 +54,12 @@ def naive(model, prompt, new):
 
 def test_greedy_equals_the_full_forward_for_every_row_of_a_batch(model):
     assert generate(model, PROMPTS, 12) == [naive(model, prompt, 12) for prompt in PROMPTS]
+
+
+def test_more_layers_than_run_together_equal_the_full_forward():
+    # Six run as one program, and then the last two.
+    model = build(replace(GPT, num_layers=8))
+    assert generate(model, PROMPTS, 4) == [naive(model, prompt, 4) for prompt in PROMPTS]
 
 
 def test_one_prompt_gives_one_list_and_arrays_do_as_well(llama):

@@ -60,18 +60,19 @@ class QuantizedMatrix:
         """Return the matrix in a dtype, None for its own: multiplied in at least float32."""
         dtype = self.dtype if dtype is None else dtype
         wide = accumulation_dtype(dtype)
-        if self.weight.dtype == torch.uint8:
-            numbers = _unpacked(self.weight, wide)
-            scale = _power(self.scale, wide)
-        else:
-            numbers = self.weight.to(wide)
-            scale = self.scale.to(wide)
-        height, width = self.block
-        # A block may be larger than the matrix is.
-        rows = scale.repeat_interleave(min(height, self.d_out), dim=-2)
-        spread = rows.repeat_interleave(min(width, self.d_in), dim=-1)
-        scaled = numbers * spread[..., : self.d_out, : self.d_in]
+        numbers = _numbers(self.weight, wide)
+        scales = self._scales(wide)
+        scaled = numbers * scales
         return scaled.to(dtype)
+
+    def _scales(self, dtype: torch.dtype) -> Tensor:
+        """Return the scale of each number."""
+        scale = _powers(self.scale, dtype)
+        height, width = self.block
+        # A block may be larger than the matrix is, and the last one end beyond it.
+        rows = scale.repeat_interleave(min(height, self.d_out), dim=-2)
+        both = rows.repeat_interleave(min(width, self.d_in), dim=-1)
+        return both[..., : self.d_out, : self.d_in]
 
     def kernels(self, dtype: torch.dtype) -> Float[Tensor, "*lead d_in d_out"]:
         """Return the matrix in a dtype, transposed."""
@@ -89,21 +90,30 @@ def to_int8(matrix: Float[Tensor, "d_out d_in"]) -> QuantizedMatrix:
         [[127, -64], [20, 127]]
     """
     wide = matrix.detach().to(accumulation_dtype(matrix.dtype))
-    largest = wide.abs().amax(dim=-1, keepdim=True)
-    # A row of zeros stays one.
-    scale = torch.where(largest == 0, 1, largest / 127)
-    weight = (wide / scale).round().to(torch.int8)
-    return QuantizedMatrix(weight, scale, (1, matrix.shape[-1]), matrix.dtype)
+    scale = _largest(wide) / 127
+    weight = (wide / scale).round()
+    block = 1, matrix.shape[-1]
+    return QuantizedMatrix(weight.to(torch.int8), scale, block, matrix.dtype)
 
 
-def _unpacked(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the two numbers of each byte."""
+def _largest(matrix: Tensor) -> Tensor:
+    """Return the largest size in each row; for a row of zeros, which stays one, 127."""
+    largest = matrix.abs().amax(dim=-1, keepdim=True)
+    return torch.where(largest == 0, 127, largest)
+
+
+def _numbers(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the numbers without their scale."""
+    if weight.dtype != torch.uint8:
+        return weight.to(dtype)
     table = torch.tensor(E2M1, dtype=dtype, device=weight.device)
     pairs = torch.stack([weight & 15, weight >> 4], dim=-1)
     return table[pairs.long()].flatten(-2)
 
 
-def _power(scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the power of two that a byte stands for."""
+def _powers(scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return scales in a dtype: of bytes the powers of two that they stand for."""
+    if scale.dtype != torch.uint8:
+        return scale.to(dtype)
     power = torch.exp2(scale.to(torch.float64) - 127)
     return torch.where(scale == 255, torch.nan, power).to(dtype)

@@ -14,7 +14,7 @@ from flax import nnx
 from flax.typing import Dtype
 
 from flax_attn.convert.headers import Stored
-from flax_attn.convert.rules import Entry, Shape
+from flax_attn.convert.rules import Entry
 from flax_attn.functional.quantized import QuantizedMatrix
 from flax_attn.models.hugging_face.packed import Codes, Packed
 from flax_attn.models.hugging_face.reading import read_parts
@@ -57,10 +57,20 @@ def hold(
             continue
         weights = _read(entry, stored, "weight", memory)
         scales = _read(entry, stored, "scale", memory)
-        for name, (parent, part) in zip(entry.ours, places, strict=True):
-            wanted = jnp.dtype(first.dtype if dtype is None else dtype)
-            matrix = QuantizedMatrix(weights[name], scales[name], first.codes.block, wanted)
-            put(parent, part, quantized_as(vars(parent)[part], matrix))
+        block = first.codes.block
+        # What it stands for is read as floats elsewhere.
+        wanted = jnp.dtype(first.dtype if dtype is None else dtype)
+        for name, place in zip(entry.ours, places, strict=True):
+            parent, part = place
+            layer = vars(parent)[part]
+            matrix = QuantizedMatrix(
+                weights[name],
+                scales[name],
+                block,
+                wanted,
+            )
+            made = quantized_as(layer, matrix)
+            put(parent, part, made)
     if len(left) == len(entries):
         raise ValueError(
             'weights="stored" needs a folder whose matrices are stored in 8 or 4 bits, as'
@@ -90,21 +100,34 @@ def _fits(entry: Entry, codes: Codes, places: list[tuple[Any, str]]) -> bool:
 
 
 def _read(
-    entry: Entry, stored: Mapping[str, Stored], what: str, memory: Memory
+    entry: Entry,
+    stored: Mapping[str, Stored],
+    what: str,
+    memory: Memory,
 ) -> dict[str, jax.Array]:
     """Return the numbers or the scales of each parameter of an entry, `(..., d_out, d_in)`."""
     found: dict[str, Stored] = {}
-    shapes: tuple[Shape, ...] = ()
+    narrow = entry
     for name in entry.tensors:
         one = stored[name]
         assert isinstance(one, Packed)
-        found[name] = replace(one, read=getattr(one.codes, what))
-        shapes = tuple(one.codes.shape(what, shape) for shape in entry.shapes)
+        codes = one.codes
+        read = getattr(codes, what)
+        found[name] = replace(one, read=read)
+        # The same for each of several pieces.
+        shapes = tuple(codes.shape(what, shape) for shape in entry.shapes)
+        narrow = replace(entry, shapes=shapes)
     arrays = {}
-    for name, pieces in read_parts(replace(entry, shapes=shapes), found).items():
-        parts = [np.swapaxes(piece, -1, -2) for piece in pieces]
-        shape = parts[0].shape if len(parts) == 1 else (len(parts), *parts[0].shape)
-        arrays[name] = memory.copy(
-            parts, jax.ShapeDtypeStruct(shape, parts[0].dtype), parts[0].dtype
-        )
+    for name, pieces in read_parts(narrow, found).items():
+        arrays[name] = _whole(pieces, memory)
     return arrays
+
+
+def _whole(pieces: list[np.ndarray], memory: Memory) -> jax.Array:
+    parts = [piece.swapaxes(-1, -2) for piece in pieces]
+    shape = parts[0].shape
+    # Experts may be stored one by one.
+    if len(parts) > 1:
+        shape = len(parts), *shape
+    wanted = jax.ShapeDtypeStruct(shape, parts[0].dtype)
+    return memory.copy(parts, wanted, wanted.dtype)
