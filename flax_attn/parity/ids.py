@@ -10,7 +10,7 @@ import numpy as np
 
 from flax_attn.parity.adapters.adapter import AdapterError, Arrays, BothRaise, NotRun, Untested
 from flax_attn.parity.adapters.recording import Recording, RecordingAdapter
-from flax_attn.parity.check import Check, worst_of
+from flax_attn.parity.check import Check, Situation, worst_of
 from flax_attn.parity.pair import Pair
 from flax_attn.parity.variations import excesses
 
@@ -40,9 +40,12 @@ def ids(pair: Pair) -> Check:
     for name, table in found.items():
         missing[name] = np.setdiff1d(np.arange(table.rows), pair.inputs[name])
     errors = {}
+    seen: dict[str, Situation] = {}
     for draw in range(DRAWS):
         inputs = _drawn(pair, found, missing, draw)
-        errors |= _judged(pair, f"ids {draw}", inputs)
+        excess = _judged(pair, f"ids {draw}", inputs)
+        errors |= excess
+        seen |= dict.fromkeys(excess, Situation(inputs, pair.extras))
         if not any(len(rows) for rows in missing.values()):
             break
     check = worst_of("ids", errors, 1.0, "; ".join(_notes(found)))
@@ -53,7 +56,8 @@ def ids(pair: Pair) -> Check:
         covers.append(f"{table.rows - left} of {table.rows} ids of {name}")
         if left:
             untested.append(f"{left} of {table.rows} ids of {name} never occurred")
-    return replace(check, covers=tuple(covers), untested=tuple(untested))
+    given = seen.get(check.worst)
+    return replace(check, covers=tuple(covers), untested=tuple(untested), seen=given)
 
 
 def _notes(found: dict[str, Table]) -> Iterator[str]:
