@@ -9,7 +9,23 @@ from typing import Any
 import numpy as np
 
 from flax_attn.parity import tolerance
-from flax_attn.parity.tolerance import Arrays, numbers
+from flax_attn.parity.adapters.adapter import Arrays
+from flax_attn.parity.tolerance import numbers
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What both modules are given in one run of a check.
+
+    Args:
+        inputs: inputs by name.
+        extras: arguments of the call beside the inputs.
+        weights: weights by shared name; None are those of the pair.
+    """
+
+    inputs: Arrays
+    extras: Mapping[str, Any]
+    weights: Arrays | None = None
 
 
 @dataclass(frozen=True)
@@ -29,6 +45,7 @@ class Check:
         where: the worst element of that tensor: index, value in JAX, value in PyTorch.
         covers: what was exercised beside the inputs of the comparison, a short phrase each.
         untested: what applies and was not tested, a short sentence each.
+        seen: what both were given where the error is largest; None are the inputs of the pair.
     """
 
     name: str
@@ -43,6 +60,7 @@ class Check:
     where: dict[str, Any] = field(default_factory=dict)
     covers: tuple[str, ...] = ()
     untested: tuple[str, ...] = ()
+    seen: Situation | None = field(default=None, repr=False)
 
     @property
     def ran(self) -> bool:

@@ -15,13 +15,13 @@ from flax_attn.parity.coverage import coverage_of
 from flax_attn.parity.cpu import on_cpu
 from flax_attn.parity.inputs import Inputs
 from flax_attn.parity.journal import Journal
+from flax_attn.parity.loaded import loaded
 from flax_attn.parity.loosened import loosened
 from flax_attn.parity.mutants import Mutants, check_count, plant
 from flax_attn.parity.one_pass import note_on_variance
 from flax_attn.parity.pair import Pair
 from flax_attn.parity.pair_modules import Layout, check_callable, pair_modules
 from flax_attn.parity.report.report import Report, environment
-from flax_attn.parity.stress import STRESS_INPUTS
 from flax_attn.parity.training import Recipe
 
 if TYPE_CHECKING:
@@ -260,12 +260,13 @@ def _located(pair: Pair, notes: list[str], checks: Sequence[Check]) -> Differenc
         pair = pair.with_torch(torch)
     try:
         found = difference(pair)
-        failed = [check.name for check in checks if check.failed]
-        stressed = [name for name in failed if name in STRESS_INPUTS]
+        failed = [check for check in checks if check.failed]
         # What agrees on the inputs of the pair may differ on those of a check that fails.
-        if not found.hypotheses and not found.remaining and stressed:
-            hard = STRESS_INPUTS[stressed[0]](pair)
-            found = difference(pair.with_inputs(hard.inputs, hard.extras))
+        for situation in [check.seen for check in failed if check.seen]:
+            if found.hypotheses or found.remaining or found.miscompiled:
+                break
+            with loaded(pair, situation.weights or pair.weights):
+                found = difference(pair.with_inputs(situation.inputs, situation.extras))
         return found
     # Hooks in other people's modules may fail in any way: the verdict does not depend on them.
     except Exception as error:

@@ -17,7 +17,7 @@ from flax_attn.parity.adapters.adapter import (
     error_text,
 )
 from flax_attn.parity.adapters.recording import Recording, RecordingAdapter
-from flax_attn.parity.check import Check, worst_of
+from flax_attn.parity.check import Check, Situation, worst_of
 from flax_attn.parity.pair import Pair
 from flax_attn.parity.variations import excesses
 
@@ -51,9 +51,12 @@ def ids(pair: Pair) -> Check:
     for name, table in found.items():
         missing[name] = np.setdiff1d(np.arange(table.rows), pair.inputs[name])
     errors = {}
+    seen: dict[str, Situation] = {}
     for draw in range(DRAWS):
         inputs = _drawn(pair, found, missing, draw)
-        errors |= _judged(pair, f"ids {draw}", inputs)
+        excess = _judged(pair, f"ids {draw}", inputs)
+        errors |= excess
+        seen |= dict.fromkeys(excess, Situation(inputs, pair.extras))
         if not any(len(rows) for rows in missing.values()):
             break
     covers = []
@@ -64,7 +67,7 @@ def ids(pair: Pair) -> Check:
         if left:
             untested.append(f"{left} of {rows} ids of {name} never occurred")
     check = worst_of("ids", errors, 1.0, "; ".join(_notes(found)))
-    return check.with_coverage(covers, untested)
+    return replace(check.with_coverage(covers, untested), seen=seen.get(check.worst))
 
 
 def _notes(found: Tables) -> Iterator[str]:

@@ -9,7 +9,7 @@ import numpy as np
 
 from flax_attn.parity import tolerance
 from flax_attn.parity.adapters.adapter import AdapterError, Arrays, NotRun, Untested, is_floating
-from flax_attn.parity.check import Check, worst_of
+from flax_attn.parity.check import Check, Situation, worst_of
 from flax_attn.parity.effects import changed
 from flax_attn.parity.ids import tables
 from flax_attn.parity.pair import Pair
@@ -22,18 +22,26 @@ def masks(pair: Pair) -> Check:
     if not names:
         raise NotRun("no input is a mask: of booleans, or of 0 and 1")
     errors: dict[str, float] = {}
+    seen: dict[str, Situation] = {}
     covers = []
     untested: list[str] = []
     for name in names:
-        kinds = ", ".join(_tried(pair, name, errors, untested))
+        kinds = ", ".join(_tried(pair, name, errors, seen, untested))
         if kinds:
             covers.append(f"{name} as {kinds}")
     if not errors:
         raise Untested("; ".join(untested))
-    return worst_of("masks", errors, 1.0).with_coverage(covers, untested)
+    check = worst_of("masks", errors, 1.0)
+    return replace(check.with_coverage(covers, untested), seen=seen.get(check.worst))
 
 
-def _tried(pair: Pair, name: str, errors: dict[str, float], untested: list[str]) -> list[str]:
+def _tried(
+    pair: Pair,
+    name: str,
+    errors: dict[str, float],
+    seen: dict[str, Situation],
+    untested: list[str],
+) -> list[str]:
     """Return the kinds of one mask that were compared; add their errors, and what was not."""
     found = {}
     for kind, mask in _kinds(pair, name):
@@ -44,7 +52,9 @@ def _tried(pair: Pair, name: str, errors: dict[str, float], untested: list[str])
             untested.append(f"{run}: PyTorch refuses it, or returns numbers that are not finite")
             continue
         found[kind] = outputs
-        errors |= excesses(pair, run, inputs)
+        excess = excesses(pair, run, inputs)
+        errors |= excess
+        seen |= dict.fromkeys(excess, Situation(inputs, pair.extras))
     if found and not _differ(list(found.values())):
         untested.append(f"{name} has no effect on the outputs")
     return list(found)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from flax_attn.parity import tolerance
 from flax_attn.parity.adapters.adapter import AdapterError, Arrays, NotRun, RunSpec, is_floating
-from flax_attn.parity.check import Check, any_finite, worst_of
+from flax_attn.parity.check import Check, Situation, any_finite, worst_of
 from flax_attn.parity.pair import Pair
 
 # The name of an input, and the number of an axis.
@@ -53,7 +53,8 @@ def other_shapes(pair: Pair) -> Check:
         raise NotRun("PyTorch takes inputs of these sizes only")
     for axes in groups:
         uneven += [sizes for sizes in _uneven(pair, axes) if sizes not in free]
-    errors = {}
+    errors: dict[str, float] = {}
+    seen: dict[str, Situation] = {}
     covers = []
     notes = []
     untested = []
@@ -63,7 +64,9 @@ def other_shapes(pair: Pair) -> Check:
         spec = _spec(pair, sizes)
         shape = spec.name.removeprefix(_PREFIX)
         try:
-            errors |= _errors(pair, spec, shape)
+            found = _errors(pair, spec, shape)
+            errors |= found
+            seen |= dict.fromkeys(found, Situation(spec.inputs, spec.extras))
             covers.append(shape)
         except AdapterError as error:
             refusal = f"PyTorch takes {shape}, and {error}"
@@ -74,7 +77,7 @@ def other_shapes(pair: Pair) -> Check:
             else:
                 untested.append(refusal)
     check = worst_of("other shapes", errors, tolerance.FORWARD, "; ".join(notes))
-    return check.with_coverage(covers, untested)
+    return replace(check.with_coverage(covers, untested), seen=seen.get(check.worst))
 
 
 def _errors(pair: Pair, spec: RunSpec, shape: str) -> dict[str, float]:

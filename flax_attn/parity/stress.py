@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from flax_attn.parity.adapters.adapter import (
     Untested,
     is_floating,
 )
-from flax_attn.parity.check import Check, any_finite, worst_of
+from flax_attn.parity.check import Check, Situation, any_finite, worst_of
 from flax_attn.parity.loaded import loaded
 from flax_attn.parity.padding import GRADIENT_OF, padding_in_torch
 from flax_attn.parity.pair import Pair
@@ -34,47 +34,32 @@ SCALES = (1_000_000, 1000, 100, 10)
 ROUNDING = 1e-10
 
 
-@dataclass(frozen=True)
-class StressInput:
-    """Changed inputs, with the extras of the call.
-
-    Args:
-        inputs: inputs by name.
-        extras: arguments of the call beside the inputs.
-        weights: weights by shared name; None are those of the pair.
-    """
-
-    inputs: Arrays
-    extras: Arrays
-    weights: Arrays | None = None
-
-
-def huge_logits(pair: Pair) -> StressInput:
+def huge_logits(pair: Pair) -> Situation:
     """Scores of about 1e4: softmax selects one key, and overflows without a maximum subtracted."""
     return _each(pair, lambda x: 100 * x)
 
 
-def small_activations(pair: Pair) -> StressInput:
+def small_activations(pair: Pair) -> Situation:
     """Activations of 1e-3, where the epsilon of a norm matters."""
     return _each(pair, lambda x: 1e-3 * x)
 
 
-def mean_offset(pair: Pair) -> StressInput:
+def mean_offset(pair: Pair) -> Situation:
     """A mean of 1e3, where a variance computed in one pass loses its digits."""
     return _each(pair, lambda x: x + 1e3)
 
 
-def duplicate_tokens(pair: Pair) -> StressInput:
+def duplicate_tokens(pair: Pair) -> Situation:
     """The first token everywhere: all scores of a row are equal."""
     return _tokens(pair, lambda x: np.repeat(x[:, :1], x.shape[1], axis=1))
 
 
-def single_token(pair: Pair) -> StressInput:
+def single_token(pair: Pair) -> Situation:
     """One token."""
     return _tokens(pair, lambda x: x[:, :1])
 
 
-def long_sequence(pair: Pair) -> StressInput:
+def long_sequence(pair: Pair) -> Situation:
     """Many tokens, all different, so that positions matter."""
     random = np.random.default_rng(pair.seed)
 
@@ -90,12 +75,12 @@ def long_sequence(pair: Pair) -> StressInput:
     return _tokens(pair, lengthen)
 
 
-def padded_rows(pair: Pair) -> StressInput:
+def padded_rows(pair: Pair) -> Situation:
     """Rows of different lengths, the first of them all padding."""
-    return StressInput(pair.inputs, {**pair.extras, "lengths": _lengths(pair)})
+    return Situation(pair.inputs, {**pair.extras, "lengths": _lengths(pair)})
 
 
-def nonfinite_padding(pair: Pair) -> StressInput:
+def nonfinite_padding(pair: Pair) -> Situation:
     """NaN and infinity in the padding, which must not reach real tokens."""
     lengths = _lengths(pair)
 
@@ -107,10 +92,10 @@ def nonfinite_padding(pair: Pair) -> StressInput:
         return filled
 
     filled = _each(pair, fill, "no input is floating, so none can hold NaN")
-    return StressInput(filled.inputs, {**pair.extras, "lengths": lengths})
+    return Situation(filled.inputs, {**pair.extras, "lengths": lengths})
 
 
-def huge_scores(pair: Pair) -> StressInput:
+def huge_scores(pair: Pair) -> Situation:
     """Weight matrices up to 1e6 times as large: behind a norm, no input makes large scores."""
     matrices = [name for name in sorted(pair.trainable) if pair.weights[name].ndim > 1]
     if not matrices:
@@ -126,7 +111,7 @@ def huge_scores(pair: Pair) -> StressInput:
         larger = {name: scale * signed[name] for name in matrices}
         weights = signed | larger
         if _is_stable(pair, f"huge scores, weights times {scale}", weights):
-            return StressInput(pair.inputs, dict(pair.extras), weights)
+            return Situation(pair.inputs, dict(pair.extras), weights)
     raise Untested(
         "with larger weights rounding alone changes what PyTorch returns, or it overflows"
     )
@@ -143,7 +128,7 @@ def _is_stable(pair: Pair, name: str, weights: Arrays) -> bool:
     return are_finite(found.arrays) and tolerance.within(errors, ROUNDING)
 
 
-STRESS_INPUTS: dict[str, Callable[[Pair], StressInput]] = {
+STRESS_INPUTS: dict[str, Callable[[Pair], Situation]] = {
     "huge logits": huge_logits,
     "huge scores": huge_scores,
     "small activations": small_activations,
@@ -172,7 +157,7 @@ def stress(name: str, pair: Pair) -> Check:
         return _judged(name, pair, hard, within)
 
 
-def _judged(name: str, pair: Pair, hard: StressInput, within: dict[str, float]) -> Check:
+def _judged(name: str, pair: Pair, hard: Situation, within: dict[str, float]) -> Check:
     plain = pair.run_spec(f"{name}: outputs", inputs=hard.inputs, extras=hard.extras, eager=True)
     try:
         outputs = pair.run("torch", plain).outputs
@@ -201,7 +186,8 @@ def _judged(name: str, pair: Pair, hard: StressInput, within: dict[str, float]) 
     untested += drowned
     errors |= within
     check = worst_of(name, errors, 1.0, "; ".join(untested), flax=ours.arrays, torch=theirs.arrays)
-    return replace(check, untested=tuple(f"{name}: {sentence}" for sentence in untested))
+    sentences = tuple(f"{name}: {sentence}" for sentence in untested)
+    return replace(check, untested=sentences, seen=hard)
 
 
 def _excesses(
@@ -256,21 +242,21 @@ def _with_gradients(pair: Pair, result: Result) -> Result:
     return replace(result, gradients=named)
 
 
-def _each(pair: Pair, change: Change, otherwise: str = "no input is floating") -> StressInput:
+def _each(pair: Pair, change: Change, otherwise: str = "no input is floating") -> Situation:
     if not any(is_floating(x) for x in pair.inputs.values()):
         raise NotRun(otherwise)
     inputs = {name: change(x) if is_floating(x) else x for name, x in pair.inputs.items()}
-    return StressInput(inputs, dict(pair.extras))
+    return Situation(inputs, dict(pair.extras))
 
 
-def _tokens(pair: Pair, change: Change) -> StressInput:
+def _tokens(pair: Pair, change: Change) -> Situation:
     # Floats have an axis of width beside those of rows and tokens.
     if any(x.ndim - is_floating(x) < 2 for x in pair.inputs.values()):
         raise NotRun(
             "tokens are the second axis of floats of rank 3, or of integers of rank 2; an input has"
             " neither"
         )
-    return StressInput({name: change(x) for name, x in pair.inputs.items()}, dict(pair.extras))
+    return Situation({name: change(x) for name, x in pair.inputs.items()}, dict(pair.extras))
 
 
 def _lengths(pair: Pair) -> np.ndarray:

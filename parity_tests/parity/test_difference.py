@@ -20,6 +20,7 @@ import torch
 from flax import nnx
 from torch.nn import functional as F
 
+from flax_attn.parity import compare
 from flax_attn.parity.cpu import on_cpu
 from flax_attn.parity.trace.difference import difference
 
@@ -114,7 +115,7 @@ class WeightOfALossOfEqualValue:
 
 
 @planted(
-    r"in the backward pass flax adds tanh.*, torch does not",
+    r"in the backward pass flax adds .*tanh.*, torch does not",
     r"in the backward pass torch adds tanh.*, flax does not",
     shapes=(X, SQUARE, SQUARE),
 )
@@ -136,6 +137,37 @@ class RolledParameter:
 
     def torch(x, table):
         return torch.sin(x + table)  # planted
+
+
+@planted(
+    r"flax has stack.*, torch has concat",
+    r"laid out differently",
+    shapes=((2, 7, 4),),
+)
+class TwoOrdersOfARotation:
+    # With one of them right, nothing agrees yet: the angles hold the same numbers on both sides.
+    def flax(x):
+        turned = jnp.stack([-x[..., 1::2], x[..., 0::2]], -1).reshape(x.shape)  # planted
+        angles = jnp.repeat(jnp.arange(7.0)[:, None] * jnp.array([0.25, 0.75]), 2, -1)  # planted
+        return jnp.tanh(x * jnp.cos(angles) + turned * jnp.sin(angles))
+
+    def torch(x):
+        turned = torch.cat([-x[..., 2:], x[..., :2]], -1)  # planted
+        angles = torch.arange(7.0, dtype=x.dtype)[:, None] * torch.tensor([0.25, 0.75]).to(x)
+        angles = torch.cat([angles, angles], -1)  # planted
+        return torch.tanh(x * angles.cos() + turned * angles.sin())
+
+
+@planted(r"flax multiplies by -4, torch by -8", shapes=((3, 5, 8), (8,)))
+class HalfOfADecay:
+    # Twice that of JAX is by chance that of PyTorch.
+    def flax(x, rate):
+        log = -4 * jnp.abs(rate) * jnp.tanh(x)  # planted
+        return jnp.exp(log) * x + jnp.sqrt(1 + jnp.exp(2 * log))
+
+    def torch(x, rate):
+        log = -8 * rate.abs() * torch.tanh(x)  # planted
+        return torch.exp(log) * x + torch.sqrt(1 + torch.exp(2 * log))
 
 
 @planted(r"adds 1e-05, torch 1e-06")
@@ -938,3 +970,65 @@ def test_a_difference_is_data_for_json(paired):
         "hidden = torch.tanh(x @ w * 0.25)  # planted",
     )
     assert {step["differs"] for step in data["steps"]} == {False, True}
+
+
+def test_each_side_is_written_over_the_variables_of_its_own_source(paired):
+    def flax(x, y):
+        ours = jnp.sin(x)
+        also = jnp.cos(y)
+        return jnp.tanh(ours * also**2)
+
+    def theirs(x, y):
+        first = torch.sin(x)
+        second = torch.cos(y)
+        return torch.tanh(first * second**3)
+
+    with on_cpu():
+        (one,) = difference(paired(flax, theirs, X, X)).hypotheses
+    assert one.flax.expression == "also**2"
+    assert one.torch.expression == "second**3"
+
+
+def test_a_long_expression_is_written_over_variables_that_one_side_alone_has(paired):
+    def flax(x, y):
+        wave = x
+        for step in range(9):
+            wave = jnp.sin(wave * (step + 2) + jnp.cos(wave) / (step + 3) - y * step)
+        return jnp.tanh(wave)
+
+    with on_cpu():
+        (one,) = difference(paired(flax, lambda x, y: torch.erf(x + y), X, X)).hypotheses
+    assert one.flax.value == "tanh(wave)"
+
+
+def test_a_stop_is_found_among_others_whatever_it_is_called(paired):
+    stop = jax.lax.stop_gradient
+
+    def flax(x, y):
+        code, kept = jnp.sin(x), jnp.cos(y)
+        return jnp.sum((stop(code) - kept) ** 2) + 0.25 * jnp.sum((code - kept) ** 2)
+
+    def theirs(x, y):
+        code, kept = torch.sin(x), torch.cos(y)
+        return (code.detach() - kept).pow(2).sum() + 0.25 * (code - kept.detach()).pow(2).sum()
+
+    with on_cpu():
+        found = difference(paired(flax, theirs, X, X))
+    assert found.causes == [
+        "the whole module: torch stops the gradient here by detach, flax does not"
+    ]
+    assert "0.25" in found.hypotheses[0].flax.places[0].source
+
+
+def test_what_is_gathered_at_other_places_is_another_value(as_a_user_has_jax):
+    # Every row is taken twice on both sides, so that both hold the same numbers.
+    ends = np.array([1, 2, 3, 4, 0, 0, 1, 2, 3, 4]), np.array([0, 1, 2, 3, 4, 2, 3, 4, 0, 1])
+
+    def flax(nodes, edges, source, target):
+        return jnp.tanh(nodes[target] * edges)
+
+    def theirs(nodes, edges, source, target):
+        return torch.tanh(nodes[source] * edges)
+
+    report = compare(flax, theirs, [(5, 4), (10, 4), *ends], checks=["forward"])
+    assert report.causes == ["the whole module: flax has input 3, torch has input 2"]

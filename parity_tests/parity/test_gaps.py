@@ -22,8 +22,11 @@ class Letters(Names):
     def __init__(self):
         self.level = 0
 
-    def __getitem__(self, name):
-        return name, 3
+    def of(self, part):
+        return part.settings[0], 3
+
+    def local(self, part):
+        return ""
 
 
 A, B, C = map(leaf, "abc")

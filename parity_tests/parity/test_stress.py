@@ -157,7 +157,7 @@ def test_a_gradient_that_rounding_makes_is_allowed():
     # 1 - tanh**2 is a few roundings of 1 here, and JAX has (1 - tanh) (1 + tanh).
     pair = compare(jnp.tanh, torch.tanh, [(B, T, D)], checks=["forward"]).pair
     x = np.full((B, T, D), 15.5)
-    found = stress._judged("flat", pair, stress.StressInput({"input 0": x}, {}), {})
+    found = stress._judged("flat", pair, stress.Situation({"input 0": x}, {}), {})
     assert found.passed, found.explain()
     (said,) = found.untested
     assert said.startswith(
@@ -267,7 +267,7 @@ def judged_on_ties(flax, theirs):
     # A softmax of scores of 1e4 is 0 for all but one.
     x = np.zeros((B, T, 6))
     x[..., 3] = 1e4
-    return stress._judged("tied", pair, stress.StressInput({"input 0": x}, {}), {})
+    return stress._judged("tied", pair, stress.Situation({"input 0": x}, {}), {})
 
 
 def test_what_depends_on_which_of_equal_values_is_taken_is_not_judged():
@@ -364,5 +364,54 @@ def test_a_softplus_of_all_digits_is_right(flax, passes):
     # That of PyTorch is the identity beyond 20, which is exact in float32 alone.
     pair = compare(flax, torch.nn.functional.softplus, [(B, T, D)], checks=["forward"]).pair
     x = np.linspace(13, 30, B * T * D).reshape(B, T, D)
-    found = stress._judged("tail", pair, stress.StressInput({"input 0": x}, {}), {})
+    found = stress._judged("tail", pair, stress.Situation({"input 0": x}, {}), {})
     assert found.passed is passes, found.explain()
+
+
+def clipped(x):
+    return jax.nn.softmax(jnp.clip(x, -50, 50)) + jnp.tanh(x)
+
+
+def test_what_large_scores_alone_see_is_named():
+    def theirs(x):
+        return torch.softmax(x, -1) + torch.tanh(x)
+
+    report = compare(clipped, theirs, [(B, T, D)], checks=["forward", "huge logits"])
+    assert [check.name for check in report.failed] == ["huge logits"]
+    (one,) = report.difference.hypotheses
+    assert one.flax.value == "min(50, max(input 0, -50))"
+    assert "clip" in one.flax.places[0].source
+
+
+class Scores(nnx.Module):
+    def __init__(self):
+        self.norm = nnx.LayerNorm(D, epsilon=1e-5, rngs=nnx.Rngs(0))
+        self.q = nnx.Linear(D, D, rngs=nnx.Rngs(0))
+        self.k = nnx.Linear(D, D, rngs=nnx.Rngs(0))
+
+    def __call__(self, x):
+        x = self.norm(x)
+        scores = jnp.clip(self.q(x) @ self.k(x).mT, -100, 100)
+        return jax.nn.softmax(scores)
+
+
+class TorchScores(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(D)
+        self.q = torch.nn.Linear(D, D)
+        self.k = torch.nn.Linear(D, D)
+
+    def forward(self, x):
+        x = self.norm(x)
+        return torch.softmax(self.q(x) @ self.k(x).mT, -1)
+
+
+@pytest.mark.usefixtures("as_a_user_has_jax")
+def test_what_large_weights_alone_see_is_named():
+    checks = ["forward", "huge scores"]
+    report = compare(Scores(), TorchScores().eval(), [(B, T, D)], checks=checks)
+    assert [check.name for check in report.failed] == ["huge scores"]
+    (one,) = report.difference.hypotheses
+    assert "max(" in one.flax.value
+    assert "clip" in one.flax.places[0].source

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import islice
 
 import numpy as np
@@ -15,6 +16,8 @@ from flax_attn.parity.trace.numbers import LAYOUTS
 DISTINCT = 4
 # What arrays differ by that were computed in float32 in two orders.
 ROUNDED = 64 * float(np.finfo(np.float32).eps)
+# The layouts that are tried of each of several values that differ.
+TRIED = 3
 
 
 def few_apart(gap: Gap) -> str:
@@ -62,3 +65,9 @@ def rounded_by(ours: np.ndarray, theirs: np.ndarray) -> float:
     scale = np.abs(theirs).max(initial=0.0)
     error = np.abs(ours - theirs).max(initial=0.0)
     return float(error / scale) if 0 < error <= ROUNDED * scale else 0.0
+
+
+def layouts_of(gap: Gap) -> Iterator[np.ndarray]:
+    """Yield the value that PyTorch has at a gap in layouts of that of JAX, if both have one."""
+    if gap.flax and gap.torch and gap.flax.origin and gap.torch.origin:
+        yield from islice(laid_out(gap.torch.origin.value, gap.flax.origin.value.shape), TRIED)

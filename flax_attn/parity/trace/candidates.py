@@ -36,6 +36,8 @@ def candidates(
     shared_there = _shared_operands(alignment, theirs, alignment.flax_of)
     depths = dict.fromkeys(shared_there, TORCH_SHARED) | depths
     depths = dict.fromkeys(shared_here, FLAX_SHARED) | depths
+    shared_here = [node for node in shared_here if node not in inside]
+    shared_there = [node for node in shared_there if node not in inside]
     here += shared_here
     there += shared_there
     both = {*shared_here, *shared_there}
@@ -121,11 +123,11 @@ def _leaves(node: Node, inside: Collection[Node]) -> set[Node]:
     return found
 
 
-def _is_shift(node: Node, users: Mapping[Node, Sequence[Node]]) -> bool:
+def is_shift(node: Node, users: Mapping[Node, Sequence[Node]]) -> bool:
     """Whether a value is only subtracted in an `exp`, as a softmax does, which changes nothing."""
     for user in users[node]:
         moved = user.operation in LAYOUT or user.operation == "max"
-        if moved and _is_shift(user, users):
+        if moved and is_shift(user, users):
             continue
         shifted = user.operation == "sub" and user.operands[1] is node
         if not shifted or any(after.operation != "exp" for after in users[user]):
@@ -145,7 +147,7 @@ def _is_in_softmax(node: Node, users: Mapping[Node, Sequence[Node]]) -> bool:
         return bool(after) and all(_ends_sum(user) for user in after)
     if node.operation == "log":
         return summed_in(node) is not None and any(map(logsumexp_of, after))
-    shifts = node.operation == "sub" and _is_shift(node.operands[1], users)
+    shifts = node.operation == "sub" and is_shift(node.operands[1], users)
     return shifts and all(_is_in_softmax(user, users) for user in after)
 
 
@@ -168,7 +170,7 @@ def _is_candidate(
     shown = node.operation not in SKIPPED or not any(x in depths for x in node.operands)
     if not (node.floating and shown and node.operands and depths[node] <= DEEPEST):
         return False
-    return not (_is_shift(node, users) or _is_in_softmax(node, users))
+    return not (is_shift(node, users) or _is_in_softmax(node, users))
 
 
 def _depths(nodes: Sequence[Node], program: Program) -> dict[Node, int]:

@@ -2,48 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import islice
+from itertools import islice, product
 
 import numpy as np
 
 from flax_attn.parity.trace.align import Alignment, Repair, cone
-from flax_attn.parity.trace.apart import few_apart, rounded_apart, rounded_by
+from flax_attn.parity.trace.apart import few_apart, layouts_of, rounded_apart, rounded_by
 from flax_attn.parity.trace.axes import axes_of, in_layout_of, innermost
 from flax_attn.parity.trace.builder import Builder
+from flax_attn.parity.trace.candidates import beyond_layout
 from flax_attn.parity.trace.expression import Expression, parts
 from flax_attn.parity.trace.gaps import Gap, gaps
-from flax_attn.parity.trace.hypothesis import Hypothesis, Side
+from flax_attn.parity.trace.hypothesis import Hypothesis, Side, grouped_by_kind, places
 from flax_attn.parity.trace.moves import last_move, narrowed, relation, shown, steps, turns
-from flax_attn.parity.trace.notation import Names, plain, text
-from flax_attn.parity.trace.numbers import is_laid_out
-from flax_attn.parity.trace.program import Node, Place
+from flax_attn.parity.trace.notation import Names, plain, text, whole
+from flax_attn.parity.trace.numbers import same_array
+from flax_attn.parity.trace.patterns import moved_from
+from flax_attn.parity.trace.program import Node
+from flax_attn.parity.trace.quantities import in_order
 
-# Operations that put numbers to other places, beside those that reorder axes.
-REARRANGING = ("concat", "flip", "gather", "stack", "roll")
 # What differs as a whole.
 WHOLE = ("operation", "operand", "order", "term", "base")
 # More gaps than these are not told apart: the whole expressions say what differs. Those of repeated
 # steps are one.
 FEW, MANY = 4, 48
+# The layouts that are tried of several values that differ.
+COMBINED = 9
 
 
 def explain(repair: Repair) -> list[Hypothesis]:
     """Return what differs at a node that was replaced."""
     return list(_Explained(repair).hypotheses())
-
-
-def grouped_by_kind(every: Iterable[Hypothesis]) -> tuple[Hypothesis, ...]:
-    """Return hypotheses, of which those of repeated layers are one."""
-    grouped: dict[tuple, Hypothesis] = {}
-    for one in every:
-        known = grouped.get(one.kind)
-        if known is None:
-            grouped[one.kind] = one
-        elif one.node not in (known.node, *known.also):
-            grouped[one.kind] = replace(known, also=(*known.also, one.node))
-    return tuple(grouped.values())
 
 
 def parted(alignment: Alignment, wrong: Sequence[str]) -> list[Hypothesis]:
@@ -76,10 +67,13 @@ class _Explained:
 
     def __init__(self, repair: Repair):
         self.repair = repair
-        shared = _in_order(repair.before)
+        shared = in_order(repair.before)
         self.flax_builder = Builder(shared, repair.before.flax.varying)
         self.torch_builder = Builder(shared, repair.before.torch.varying)
-        self.names = Names(repair.before, self.torch_builder.written, repair.torch.module)
+        self.names = (
+            Names(repair.before, self.flax_builder.written, repair.torch.module, ours=True),
+            Names(repair.before, self.torch_builder.written, repair.torch.module),
+        )
         self.flax = self.flax_builder(repair.flax)
         self.torch = self.torch_builder(repair.torch)
 
@@ -87,15 +81,38 @@ class _Explained:
         """Yield what differs."""
         found = self._gaps()
         ends = self.repair.flax, self.repair.torch
-        every = [self._hypothesis(gap, *ends) for gap in found]
         # What is written alike differs in where its numbers are.
-        told = grouped_by_kind(one for one in every if one.flax.value != one.torch.value)
+        differing = [gap for gap in found if self._named(gap.flax) != self._named(gap.torch)]
+        told = grouped_by_kind(self._hypothesis(gap, *ends) for gap in differing)
         if not told:
             yield self._layout()
         elif len(told) > FEW or len(found) > MANY:
             yield self._whole()
         else:
             yield from told
+            yield from self._covered(differing)
+
+    def _covered(self, found: Sequence[Gap]) -> Iterator[Hypothesis]:
+        """Yield which order of numbers differs as well, if what differs is not all."""
+        alignment, top, right = self.repair.before, self.repair.flax, self.repair.value
+        replaced = [gap.flax.origin for gap in found if gap.flax and gap.flax.origin]
+        layouts = [list(layouts_of(gap)) for gap in found]
+        after = []
+        for values in islice(product(*layouts), COMBINED):
+            changed = alignment.rerun(dict(zip(replaced, values, strict=True)), until=top)
+            if same_array(changed.get(top, alignment.value(top)), right):
+                return
+            after.append(alignment.with_changed(changed))
+        for other in after:
+            order = narrowed(other, top, right)
+            if order is not None:
+                flax, torch, value = order
+                yield from explain(Repair(flax, torch, other, value))
+                return
+
+    def _named(self, part: Expression | None) -> str:
+        """Return a part of either side in plain notation, over names of PyTorch."""
+        return "" if part is None else text(part, self.names[1])
 
     def same_operands(self) -> list[Hypothesis]:
         """Return what differs if both compute with the same values, and nothing else."""
@@ -119,6 +136,10 @@ class _Explained:
         if len(inside) != 1:
             return gap
         (inner,) = inside
+        shared = [part.operation == "leaf" for part in (gap.flax, gap.torch)]
+        # By chance something else has the value of one side, and not of the other.
+        if any(shared) and not all(shared) and ours.operation == theirs.operation:
+            return inner
         if inner.parameter not in WHOLE:
             return replace(gap, flax=ours, torch=theirs)
         # A value that both have hides a part of it that one side lacks.
@@ -132,24 +153,31 @@ class _Explained:
 
     def _hypothesis(self, gap: Gap, ours: Node, theirs: Node) -> Hypothesis:
         sides = []
-        for node, builder, part in (
-            (ours, self.flax_builder, gap.flax),
-            (theirs, self.torch_builder, gap.torch),
+        for node, builder, names, part in (
+            (ours, self.flax_builder, self.names[0], gap.flax),
+            (theirs, self.torch_builder, self.names[1], gap.torch),
         ):
-            value = "" if part is None else text(part, self.names)
-            whole = self._expression(node, builder)
+            value = "" if part is None else text(part, names)
+            length = 0 if part is None else len(whole(part, names))
+            top = self._expression(node, builder)
             enclosing = gap.flax_at if node is ours else gap.torch_at
-            within = enclosing if part is None or part.origin is None else part.origin
-            lines = [node] if within is None else [within, node]
+            within = None if part is None else part.origin
+            lines = [
+                one for one in (within or enclosing, moved_from(node), node) if one is not None
+            ]
+            if part is not None and part.operation == "leaf":
+                # What is wrong is that it is taken here, wherever it was computed.
+                made = [] if within is None else [moved_from(within)]
+                lines = [*self._wrong_users(node), enclosing or node, *made, *lines]
             if gap.scaled is not None:
                 lines = [*builder.scaling(lines[0], gap.scaled), *lines]
             if _lacks(part, gap.parameter):
                 # What is missing may be missed where the other operands come from as well.
                 lines += self._wrong_users(node)
-                lines += builder.makers(part if part and part.operands else whole)
+                lines += builder.makers(part if part and part.operands else top)
             elif part is not None and gap.parameter == "operation":
                 lines[1:1] = _origins(part)
-            sides.append(Side(value, text(whole, self.names), places(lines)))
+            sides.append(Side(value, text(top, names), places(lines), length))
         note = few_apart(gap)
         rounded = rounded_apart(gap)
         if rounded:
@@ -161,11 +189,16 @@ class _Explained:
         return Hypothesis(module, gap.operation, gap.parameter, *sides, note=note)
 
     def _wrong_users(self, node: Node) -> list[Node]:
-        """Return what computes wrongly with a node of JAX that is a value that both have."""
+        """Return what one side alone computes with a replaced node that is a value of both."""
         before = self.repair.before
-        if node is not self.repair.flax or node not in before.torch_of:
-            return []
-        return [user for user in before.flax.users[node] if user not in before.torch_of]
+        for end, program, shared in (
+            (self.repair.flax, before.flax, before.torch_of),
+            (self.repair.torch, before.torch, before.flax_of),
+        ):
+            if node is end and node in shared:
+                users = beyond_layout(node, program.users)
+                return [user for user in users if user not in shared]
+        return []
 
     def _expression(self, node: Node, builder: Builder) -> Expression:
         if node is self.repair.flax:
@@ -174,9 +207,12 @@ class _Explained:
 
     def _whole(self) -> Hypothesis:
         sides = []
-        for node, whole in ((self.repair.flax, self.flax), (self.repair.torch, self.torch)):
-            written = text(whole, self.names)
-            sides.append(Side(written, written, places([node, *_origins(whole)])))
+        both = (self.repair.flax, self.flax), (self.repair.torch, self.torch)
+        for (node, top), names in zip(both, self.names, strict=True):
+            written = text(top, names)
+            sides.append(
+                Side(written, written, places([node, *_origins(top)]), len(whole(top, names)))
+            )
         theirs = self.repair.torch
         return Hypothesis(theirs.module, theirs.operation, "expression", *sides)
 
@@ -212,15 +248,15 @@ class _Explained:
         """Return the operations that move the numbers of two nodes."""
         alignment = self.repair.before
         sides = []
-        for node, builder, program, own in (
-            (ours, self.flax_builder, alignment.flax, moves[0]),
-            (theirs, self.torch_builder, alignment.torch, moves[1]),
+        for node, builder, program, names, own in (
+            (ours, self.flax_builder, alignment.flax, self.names[0], moves[0]),
+            (theirs, self.torch_builder, alignment.torch, self.names[1], moves[1]),
         ):
-            expression = text(builder.written(node), self.names)
+            expression = text(builder.written(node), names)
             # What is given to a run has no line but those of what computes with it.
             users = () if node.operands else program.users[node]
             lines = places([node, *reversed(own), *users])
-            sides.append(Side(shown(own), expression, lines))
+            sides.append(Side(shown(own), expression, lines, len(shown(own))))
         return Hypothesis(theirs.module, theirs.operation, "layout", *sides)
 
     def _moved_on(self, node: Node, right: np.ndarray) -> tuple[Node, np.ndarray]:
@@ -237,28 +273,17 @@ class _Explained:
         assert theirs is not None
         sides = []
         moved = in_layout_of(flax, torch)
-        for node, builder, along in (
-            (ours, self.flax_builder, axes_of(ours)),
-            (theirs, self.torch_builder, moved),
+        for node, builder, names, along in (
+            (ours, self.flax_builder, self.names[0], axes_of(ours)),
+            (theirs, self.torch_builder, self.names[1], moved),
         ):
             axes, shape = along
             value = f"axis {plain(axes)} of {plain(shape)}"
             if along != axes_of(node):
                 value += f", which is axis {plain(axes_of(node)[0])} in PyTorch"
-            expression = text(builder.written(node), self.names)
-            sides.append(Side(value, expression, places([node])))
+            expression = text(builder.written(node), names)
+            sides.append(Side(value, expression, places([node]), len(value)))
         return Hypothesis(theirs.module, theirs.operation, "axes", *sides)
-
-
-def _in_order(alignment: Alignment) -> dict[Node, int]:
-    """Return the quantities of nodes, except those of JAX that only rearrange their numbers."""
-    found = dict(alignment.quantities)
-    for node, others in alignment.torch_of.items():
-        if node.operation in REARRANGING and node in alignment.flax.varying:
-            values = [theirs.value for theirs in others if theirs.value.size == node.value.size]
-            if not any(is_laid_out(alignment.value(node), value) for value in values):
-                del found[node]
-    return found
 
 
 def _lacks(part: Expression | None, parameter: str) -> bool:
@@ -272,12 +297,3 @@ def _origins(expression: Expression) -> list[Node]:
     """Return the nodes of an expression, from the outside in, without the values in it."""
     operations = [one for one in parts(expression) if one.operation != "leaf"]
     return [one.origin for one in operations if one.origin is not None]
-
-
-def places(nodes: Iterable[Node]) -> tuple[Place, ...]:
-    """Return the lines of nodes, each once."""
-    lines: dict[tuple[str, int], Place] = {}
-    for node in nodes:
-        if node.place is not None:
-            lines.setdefault((node.place.file, node.place.line), node.place)
-    return tuple(lines.values())

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from flax_attn.parity.trace.choices import hidden_by_a_term, same_cases
 from flax_attn.parity.trace.expression import (
     Expression,
     negated,
@@ -13,9 +14,7 @@ from flax_attn.parity.trace.expression import (
     parts,
     product,
     scaled,
-    total,
 )
-from flax_attn.parity.trace.numbers import HIDING
 from flax_attn.parity.trace.program import Node
 
 # What one exponent says beside the share of values that two expressions have in common.
@@ -59,7 +58,7 @@ def gaps(flax: Expression, torch: Expression) -> Iterator[Gap]:
     """
     if flax == torch:
         return
-    torch = _same_cases(flax, torch)
+    torch = same_cases(flax, torch)
     if flax == negated(torch):
         yield Gap(flax.operation, "sign", flax, torch)
         return
@@ -77,28 +76,11 @@ def gaps(flax: Expression, torch: Expression) -> Iterator[Gap]:
         yield from _operands(flax, torch)
 
 
-def _same_cases(flax: Expression, torch: Expression) -> Expression:
-    """Return a choice with the cases in the order of the other side, by the opposite condition."""
-    if flax.operation != "where" or torch.operation != "where":
-        return torch
-    condition, first, second = torch.operands
-    if flax.operands[1:] != (second, first) or first == second:
-        return torch
-    made = condition.origin
-    if made is not None and made.value.dtype == bool:
-        place = torch.origin.place if torch.origin is not None else made.place
-        made = Node("not", (made,), ~made.value, place=place)
-    opposite = Expression("not", (condition,), (), made)
-    if condition.operation == "not":
-        opposite = condition.operands[0]
-    return Expression("where", (opposite, second, first), torch.settings, torch.origin)
-
-
 def _as_sums(flax: Expression, torch: Expression) -> tuple[Expression, Expression] | None:
     """Return both as sums if one is a sum that has the other as a term, or both hide scores."""
     for one, other in ((flax, torch), (torch, flax)):
         if one.operation == "sum" and other.operation == "where":
-            added = _hidden_by_a_term(other)
+            added = hidden_by_a_term(other)
             if added is not None:
                 return (flax, added) if one is flax else (added, torch)
         if one.operation == "sum" and other.operation != "sum":
@@ -106,18 +88,6 @@ def _as_sums(flax: Expression, torch: Expression) -> tuple[Expression, Expressio
             if base in one.operands:
                 single = Expression("sum", (base,), (factor,), other.origin)
                 return (flax, single) if one is flax else (single, torch)
-    return None
-
-
-def _hidden_by_a_term(choice: Expression) -> Expression | None:
-    """Return `where(hidden, -inf, scores)` as `scores + where(hidden, -inf, 0)`."""
-    condition, *cases = choice.operands
-    for i, case in enumerate(cases):
-        if case.number is not None and case.number <= -HIDING:
-            kept = cases[1 - i]
-            cases[1 - i] = number(0.0)
-            term = Expression("where", (condition, *cases), (), choice.origin)
-            return total([(1.0, kept), (1.0, term)], choice.origin)
     return None
 
 
@@ -233,8 +203,8 @@ def _operands(one: Expression, other: Expression) -> Iterator[Gap]:
         pairs: list = list(zip(flax, torch, strict=True))
         # The same operands in another order are one gap, not one for each place.
         if sorted(map(hash, flax)) == sorted(map(hash, torch)) and tuple(flax) != tuple(torch):
-            both = (tuple(flax), tuple(torch))
-            here, there = (Expression("order", x, (operation,), x[0].origin) for x in both)
+            both = (one, other)
+            here, there = (Expression("order", x.operands, (operation,), x.origin) for x in both)
             yield Gap(operation, "order", here, there)
             return
     else:
@@ -293,13 +263,21 @@ def _paired(
 
 
 def _alike(one: Expression, other: Expression) -> float:
-    """Return how much two expressions have in common: shared values, then the operation."""
-    here, there = _leaves(one), _leaves(other)
-    shared = len(here & there) / max(len(here | there), 1)
+    """Return how much two expressions have in common: shared values, then the operations."""
     same = one.operation == other.operation
-    return shared + 0.1 * same
+    operations = _share(_operations_of(one), _operations_of(other))
+    return _share(_leaves(one), _leaves(other)) + 0.1 * same + 0.1 * operations
+
+
+def _share(here: frozenset, there: frozenset) -> float:
+    return len(here & there) / max(len(here | there), 1)
 
 
 def _leaves(expression: Expression) -> frozenset[Expression]:
     """Return the values that both sides have from which an expression is computed."""
     return frozenset(one for one in parts(expression) if one.operation == "leaf")
+
+
+def _operations_of(expression: Expression) -> frozenset[str]:
+    operations = (one.operation for one in parts(expression))
+    return frozenset(name for name in operations if name != "leaf")

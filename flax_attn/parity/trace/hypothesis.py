@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
-from flax_attn.parity.trace.program import Place
+from flax_attn.parity.trace.program import Node, Place
 
 # Numbers that count layers, or bound a slice.
 COUNTED = re.compile(r"(?<=\.)\d+(?=\.)|\[[^\]]*\]|_\d+\b")
@@ -20,11 +21,13 @@ class Side:
         value: what differs, in plain notation; empty where this side has nothing.
         expression: the whole expression that it is in, over values that both sides have.
         places: lines of source of what differs, the innermost first.
+        length: characters of what differs, written over values that both sides have.
     """
 
     value: str
     expression: str
     places: tuple[Place, ...]
+    length: int = 0
 
     @property
     def place(self) -> str:
@@ -95,3 +98,24 @@ class Hypothesis:
             "also": list(self.also),
             "note": self.note,
         }
+
+
+def grouped_by_kind(every: Iterable[Hypothesis]) -> tuple[Hypothesis, ...]:
+    """Return hypotheses, of which those of repeated layers are one."""
+    grouped: dict[tuple, Hypothesis] = {}
+    for one in every:
+        known = grouped.get(one.kind)
+        if known is None:
+            grouped[one.kind] = one
+        elif one.node not in (known.node, *known.also):
+            grouped[one.kind] = replace(known, also=(*known.also, one.node))
+    return tuple(grouped.values())
+
+
+def places(nodes: Iterable[Node]) -> tuple[Place, ...]:
+    """Return the lines of nodes, each once."""
+    lines: dict[tuple[str, int], Place] = {}
+    for node in nodes:
+        if node.place is not None:
+            lines.setdefault((node.place.file, node.place.line), node.place)
+    return tuple(lines.values())

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 from flax_attn.parity.trace.align import Alignment
 from flax_attn.parity.trace.expression import Expression, scaled
+from flax_attn.parity.trace.patterns import moved_from
 from flax_attn.parity.trace.program import Node
 
 # The strength with which an operation holds its operands together.
@@ -19,18 +21,22 @@ SIGNS = {"lt": "<", "le": "<=", "eq": "==", "ne": "!=", "and": "&", "or": "|"}
 DEPTH = 3
 # Operations inside one another that are written.
 LEVELS = 12
+# Characters of an expression; a longer one is written over the variables of its source.
+LONGEST = 160
 
 
 class Names:
-    """Names of the values that both runs have.
+    """Names of the values that both runs have, as the source of one side has them.
 
     A value has the name of the parameter or input that it is, of the submodule that returns it, or
-    of the variable that it is assigned to; any other is written out.
+    of the variable that it is assigned to; else its name on the other side; any other is written
+    out.
 
     Args:
         alignment: values that both runs have.
-        built: function that returns the expression of a PyTorch node.
+        built: function that returns the expression of a node of this side.
         module: path of the submodule in which the names stand: what is in it is named from there.
+        ours: whether this side is JAX.
     """
 
     def __init__(
@@ -38,32 +44,45 @@ class Names:
         alignment: Alignment,
         built: Callable[[Node], Expression],
         module: str = "",
+        ours: bool = False,
     ):
-        self._alignment, self._built = alignment, built
+        self._alignment, self._built, self._ours = alignment, built, ours
         self._inside = f"{module}." if module else ""
         self._names: dict[int, str] = {}
         self._depth = 0
         # How many expressions are being written inside one another.
         self.level = 0
+        # Whether what is assigned to a variable has its name, though one side alone has it.
+        self.brief = False
 
-    def __getitem__(self, leaf: int) -> tuple[str, int]:
+    def of(self, leaf: Expression) -> tuple[str, int]:
         """Return the name of a shared value, and how strongly it holds together."""
-        node = self._alignment.torch.nodes[leaf]
-        name = self._own_name(node)
-        if not name:
-            return self._written(node)
-        if leaf not in self._names:
-            self._names[leaf] = self._unique(name.removeprefix(self._inside))
-        return self._names[leaf], ATOM
-
-    def _own_name(self, node: Node) -> str:
-        ours, theirs = self._alignment.flax.results, self._alignment.torch.results
+        quantity = leaf.settings[0]
+        node = self._alignment.torch.nodes[quantity]
         others = self._alignment.flax_of.get(node, ())
         same = [other for one in others for other in self._alignment.torch_of[one]]
-        for other in [node, *same]:
-            if other.name or other in theirs:
-                return other.name.removeprefix("parameter ") or theirs[other]
-        return next((ours[other] for other in others if other in ours), "")
+        sides = [
+            (others, self._alignment.flax.results),
+            ([node, *same], self._alignment.torch.results),
+        ]
+        if not self._ours:
+            sides.reverse()
+        name = next(filter(None, (_name(leaf.origin, *side) for side in sides)), "")
+        if not name:
+            return self._written(next(iter(sides[0][0]), node))
+        if quantity not in self._names:
+            self._names[quantity] = self._unique(name.removeprefix(self._inside))
+        return self._names[quantity], ATOM
+
+    def local(self, part: Expression) -> str:
+        """Return the name of what one side alone computes; empty where it is to be written."""
+        inside = self.brief and self.level > 1 and part.operation != "leaf"
+        return self._local.get(part.origin, "") if inside and part.origin is not None else ""
+
+    @cached_property
+    def _local(self) -> dict[Node, str]:
+        program = self._alignment.flax if self._ours else self._alignment.torch
+        return {moved_from(node): name for node, name in program.results.items()}
 
     def _unique(self, name: str) -> str:
         taken = set(self._names.values())
@@ -85,9 +104,29 @@ class Names:
             self._depth -= 1
 
 
+def _name(own: Node | None, nodes: Sequence[Node], results: Mapping[Node, str]) -> str:
+    """Return the name of the first of some nodes that has one, of `own` if that is among them."""
+    first = () if own is None else (own, moved_from(own))
+    for node in sorted(nodes, key=lambda node: node not in first):
+        if node.name or node in results:
+            return node.name.removeprefix("parameter ") or results[node]
+    return ""
+
+
+def whole(expression: Expression, names: Names) -> str:
+    """Return an expression over values that both sides have, however long it is."""
+    return _with_strength(expression, names)[0]
+
+
 def text(expression: Expression, names: Names) -> str:
     """Return an expression in plain notation."""
-    return _with_strength(expression, names)[0]
+    written = whole(expression, names)
+    if len(written) <= LONGEST:
+        return written
+    names.brief = True
+    brief = _with_strength(expression, names)[0]
+    names.brief = False
+    return brief
 
 
 def _text(x: Expression, names: Names, within: int) -> str:
@@ -100,14 +139,15 @@ def _with_strength(x: Expression, names: Names) -> tuple[str, int]:
         return "...", ATOM
     names.level += 1
     try:
-        return _written(x, names)
+        name = names.local(x)
+        return (name, ATOM) if name else _written(x, names)
     finally:
         names.level -= 1
 
 
 def _written(x: Expression, names: Names) -> tuple[str, int]:
     if x.operation == "leaf":
-        return names[x.settings[0]]
+        return names.of(x)
     if x.operation == "sum":
         return _sum(x, names), SUM
     if x.operation == "product":

@@ -13,8 +13,9 @@ from flax_attn.parity.trace.layouts import laid_out
 # Relative to the size of an array: far below any difference that matters, and above the rounding of
 # a deep network in float64.
 SAME = 1e-11
-# A number this large hides a score, as infinity does.
-HIDING = 1e8
+# A number this large hides a score, as infinity does; it is larger where all numbers are large:
+# where this share of them is.
+HIDING, SMALL = 1e8, 0.1
 # A moment of n rounded numbers is that exact.
 CLOSE = 1e-9
 # The layouts of an array that are tried.
@@ -53,7 +54,15 @@ def _shown(array: np.ndarray) -> np.ndarray:
     """Return the numbers of an array that hide nothing."""
     flat = flattened(array)
     with np.errstate(invalid="ignore"):
-        return flat[np.abs(flat) < HIDING]
+        return flat[np.abs(flat) < _hiding(flat)]
+
+
+def _hiding(array: np.ndarray) -> float:
+    """Return the size from which the numbers of an array hide what stands in their place."""
+    sizes = np.abs(array[np.isfinite(array)])
+    if sizes.max(initial=0.0) < HIDING:
+        return HIDING
+    return HIDING * max(1.0, float(np.quantile(sizes, SMALL)))
 
 
 @dataclass(eq=False)
@@ -136,8 +145,9 @@ def is_laid_out(ours: np.ndarray, theirs: np.ndarray) -> bool:
 
 def _close(first: np.ndarray, second: np.ndarray, scale: float) -> bool:
     with np.errstate(invalid="ignore"):
-        hidden = (np.abs(first) >= HIDING) | ~np.isfinite(first)
-        other_hidden = (np.abs(second) >= HIDING) | ~np.isfinite(second)
+        limit = min(_hiding(first), _hiding(second))
+        hidden = (np.abs(first) >= limit) | ~np.isfinite(first)
+        other_hidden = (np.abs(second) >= limit) | ~np.isfinite(second)
         if (hidden != other_hidden).any():
             return False
         apart = np.abs(np.where(hidden, 0, first) - np.where(hidden, 0, second))

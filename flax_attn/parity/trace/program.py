@@ -33,7 +33,7 @@ LIBRARIES = (
     "functools",
 )
 # A line that assigns a variable.
-ASSIGNED = re.compile(r"\s*([A-Za-z_]\w*)\s*(?::[^=]+)?=[^=]")
+ASSIGNED = re.compile(r"\s*([A-Za-z_]\w*)\s*(?::[^=]+|[-+*/@])?=[^=]")
 # Where libraries keep their layers, whose lines are shown if a layer alone is compared.
 LAYERS = ("/flax/nnx/nn/", "/flax/linen/", "/equinox/nn/", "/haiku/_src/", "/torch/nn/modules/")
 PYTHON = str(Path(linecache.__file__).parent)

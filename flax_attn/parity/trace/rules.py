@@ -143,6 +143,10 @@ def _where(node: Node, x: list[Expression]) -> Expression:
     return _chosen(node, x[0], (x[1], x[2]))
 
 
+def _added(node: Node, x: list[Expression]) -> Expression:
+    return Expression("scatter-add", tuple(x), (), node)
+
+
 def _scattered(node: Node, x: list[Expression]) -> Expression:
     return Expression("scatter-add", (ZERO, x[1], x[0]), (), node)
 
@@ -208,6 +212,7 @@ RULES: dict[str, Rule] = {
     "where": _where,
     "masked_fill": _masked,
     "embedding_dense_backward": _scattered,
+    **dict.fromkeys(("index_add", "scatter_add"), _added),
     **dict.fromkeys(FILLED, _filled),
     "not": _not,
     "cast": _cast,

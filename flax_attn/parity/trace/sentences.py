@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flax_attn.parity.trace.hypothesis import Hypothesis, Side
+from flax_attn.parity.trace.notation import LONGEST
 
 if TYPE_CHECKING:
     from flax_attn.parity.trace.compiler import Miscompiled
@@ -16,8 +17,6 @@ if TYPE_CHECKING:
 NAMED = 3
 # What differs as a whole expression.
 PARTS = ("operation", "operand", "term", "base", "order", "sign", "bounds")
-# Characters of an expression that are shown.
-LONGEST = 160
 
 
 def headline(found: Hypothesis) -> str:
@@ -147,13 +146,14 @@ def lines(found: Hypothesis) -> Iterator[str]:
 def _place(side: Side) -> str:
     if not side.places:
         return "(no line known)"
-    first = side.places[0]
+    first, *others = side.places[:3]
+    shown = [(place.file, place.line) for place in side.places[:3]]
+    callers = [place.caller for place in side.places[:3] if place.caller not in (None, *shown)]
     called = ""
-    if first.caller is not None:
-        file, line = first.caller
+    if callers:
+        file, line = callers[0]
         called = f" (called in {Path(file).name}:{line})"
-    others = [str(place.line) for place in side.places[1:3]]
-    return f"{first}{''.join(f', {line}' for line in others)}{called}"
+    return f"{first}{''.join(f', {place.line}' for place in others)}{called}"
 
 
 def _shown(found: Hypothesis, side: Side) -> str:

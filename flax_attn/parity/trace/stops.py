@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from flax_attn.parity import tolerance
 from flax_attn.parity.pair import Pair
 from flax_attn.parity.trace import runs
 from flax_attn.parity.trace.align import Alignment
-from flax_attn.parity.trace.hypothesis import Hypothesis, Side
+from flax_attn.parity.trace.candidates import is_shift
+from flax_attn.parity.trace.hypothesis import Hypothesis, Side, places
 from flax_attn.parity.trace.patterns import LAYOUT
 from flax_attn.parity.trace.program import Node
 
 # The ways to stop gradients that are tried.
-TRIED = 24
+TRIED = 40
 
 
 def stopped_gradients(pair: Pair, traced: object, alignment: Alignment) -> list[Hypothesis]:
@@ -27,11 +28,14 @@ def stopped_gradients(pair: Pair, traced: object, alignment: Alignment) -> list[
         traced: jaxpr of the JAX side.
         alignment: values that both runs have.
     """
-    ours = [node for node in alignment.flax.nodes if _is_stop(node, "stop_gradient")]
-    theirs = [node for node in alignment.torch.nodes if _is_stop(node, "detach")]
-    own = {key for node in ours for key in _uses(alignment.flax.users[node], node)}
+    users = alignment.flax.users
+    ours = [node for node in alignment.flax.nodes if _is_ours(node, users)]
+    theirs = [node for node in alignment.torch.nodes if _is_detached(node)]
+    own = {key for node in ours for key in _uses(users[node], node)}
     added = {key for node in theirs for key in _counterparts(alignment, node)}
     attempts = [(ours, [], set()), ([], theirs, own | added), (ours, theirs, added)]
+    for node in ours:
+        attempts.append(([node], [], own.difference(_uses(users[node], node))))
     # Where values do not say which operand is meant, each that holds the number is tried.
     for node in theirs:
         attempts += [([], [node], own | {key}) for key in _candidates(alignment, node)]
@@ -42,15 +46,20 @@ def stopped_gradients(pair: Pair, traced: object, alignment: Alignment) -> list[
             continue
         if all(error <= tolerance.GRADIENT for error in errors(stopped).values()):
             uses = _nodes(alignment, stopped - own)
-            found = [_hypothesis(node, alignment.torch_of.get(node, ())) for node in removed]
+            found = [_hypothesis(node, alignment.torch_of.get(node, ())[-1:]) for node in removed]
             found += [_hypothesis(node, uses) for node in put]
             return list({one.kind: one for one in found}.values())
     return []
 
 
-def _is_stop(node: Node, operation: str) -> bool:
+def _is_ours(node: Node, users: Mapping[Node, Sequence[Node]]) -> bool:
+    stops = node.operation == "stop_gradient" and node.place is not None
     # The softmax of JAX stops the gradient of its maximum, which has none.
-    return node.operation == operation and node.place is not None and operation in node.place.source
+    return stops and not is_shift(node, users)
+
+
+def _is_detached(node: Node) -> bool:
+    return node.operation == "detach" and node.place is not None
 
 
 def _uses(users: list[Node], operand: Node) -> Iterator[tuple[int, int]]:
@@ -86,12 +95,12 @@ def _computing(alignment: Alignment, node: Node) -> Iterator[Node]:
 
 
 def _nodes(alignment: Alignment, keys: Collection[tuple[int, int]]) -> list[Node]:
-    """Return these operands of JAX, or the operations that they are given to, if these are."""
+    """Return the operations of JAX that take these operands, and the operands."""
     found = []
     for node in alignment.flax.nodes:
         for i, operand in enumerate(node.operands):
             if (id(node.equation), i) in keys:
-                found.append(operand if operand.place is not None else node)
+                found += [node, operand]
     return found
 
 
@@ -99,10 +108,10 @@ def _hypothesis(node: Node, others: Sequence[Node]) -> Hypothesis:
     """Return the hypothesis of a node that stops the gradient, beside what the other side has."""
     word = node.operation
     ours = word == "stop_gradient"
-    places = tuple(other.place for other in others[-1:] if other.place is not None)
+    there = places(others)
     assert node.place is not None
     here = Side(word, node.place.source, (node.place,))
-    there = Side("", places[0].source if places else "", places)
-    module = node.place.module if not ours or not places else places[0].module
-    sides = (here, there) if ours else (there, here)
+    beside = Side("", there[0].source if there else "", there)
+    module = node.place.module if not ours or not there else there[0].module
+    sides = (here, beside) if ours else (beside, here)
     return Hypothesis(module, word, "gradient", *sides)
