@@ -16,8 +16,8 @@ from jaxtyping import Array, Float, Integer
 from flax_attn.backends.platform import platform_of
 from flax_attn.functional.dtypes import accumulation_dtype
 from flax_attn.functional.quantized import QuantizedMatrix
+from flax_attn.modules import quantized_product as held
 from flax_attn.native import grouped as native
-from flax_attn.native import quantized_product as held
 from flax_attn.sharding.axes import mesh_of
 
 # Rows of a tile; more are no quicker.

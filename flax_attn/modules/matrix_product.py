@@ -14,9 +14,9 @@ from jaxtyping import Array
 from flax_attn.backends.platform import platform_of
 from flax_attn.functional.dtypes import accumulation_dtype
 from flax_attn.functional.quantized import QuantizedMatrix
+from flax_attn.modules import quantized_product as held
 from flax_attn.native import is_amd
 from flax_attn.native import product as native
-from flax_attn.native import quantized_product as held
 from flax_attn.sharding.axes import mesh_of
 from flax_attn.sharding.products import sharded_dot_general
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from flax_attn.functional.quantized import QuantizedMatrix
+from flax_attn.modules.quantized_product import quantized_product, takes
 from flax_attn.native import choose_level, levels, library
-from flax_attn.native.quantized_product import quantized_product, takes
 from flax_attn.parity.tolerance import reordered
 
 pytestmark = pytest.mark.skipif(library() is None, reason="the library was not built")

@@ -58,7 +58,7 @@ def _shown(array: np.ndarray) -> np.ndarray:
 
 
 def _hiding(array: np.ndarray) -> float:
-    """Return the size from which the numbers of an array hide what stands in their place."""
+    """Return the size from which the numbers of an array hide what is in their place."""
     sizes = np.abs(array[np.isfinite(array)])
     if sizes.max(initial=0.0) < HIDING:
         return HIDING

@@ -1,4 +1,7 @@
-"""The product of rows with matrices that are held in 8 or 4 bits, read as they are held."""
+"""The product of rows with matrices that are held in 8 or 4 bits, read as they are held.
+
+Only in flax_attn: PyTorch widens the matrix, and multiplies then.
+"""
 
 from __future__ import annotations
 
