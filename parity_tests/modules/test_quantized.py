@@ -43,79 +43,142 @@ def test_the_layer_is_a_product_with_its_scaled_matrix():
     np.testing.assert_allclose(layer(jnp.asarray(X)), X @ matrix.T + BIAS, rtol=0, atol=1e-12)
 
 
+# The numbers that are held, their block, and the sizes of a matrix.
+FORMATS = [("int8", (1, 32)), ("float8_e4m3fn", (16, 8)), ("uint8", (1, 32))]
+D_OUT, D_IN = 18, 32
+
+
+def numerics():
+    return {"param_dtype": jnp.float64, "rngs": nnx.Rngs(0)}
+
+
 def held(weight, block, *lead):
     """Return the same matrices (..., 18, 32) of random numbers for both sides."""
-    rng = np.random.default_rng(len(lead))
-    d_in = 16 if weight == "uint8" else 32
-    numbers = rng.integers(0, 120, (*lead, 18, d_in), np.uint8)
-    blocks = [-(-size // edge) for size, edge in zip((18, 32), block, strict=True)]
-    if weight == "uint8":
-        scale = rng.integers(120, 130, (*lead, *blocks), np.uint8)
-    else:
-        numbers, scale = numbers.view(weight), rng.uniform(0.5, 2, (*lead, *blocks))
+    numbers, scale = drawn_numbers(weight, lead), drawn_scale(weight, block, lead)
+    # PyTorch takes no floats of 8 bits from NumPy: the bytes cross.
+    codes = torch.from_numpy(numbers.view(np.uint8)).view(getattr(torch, weight))
     parts = jnp.asarray(numbers), jnp.asarray(scale)
     ours = QuantizedMatrix(*parts, block, jnp.dtype("float64"))
-    codes = torch.from_numpy(numbers.view(np.uint8)).view(getattr(torch, weight))
-    theirs = OfTorch(codes, torch.from_numpy(scale), block, torch.float64)
-    return ours, theirs
+    return ours, OfTorch(codes, torch.from_numpy(scale), block, torch.float64)
 
 
-FORMATS = [("int8", (1, 32)), ("float8_e4m3fn", (16, 8)), ("uint8", (1, 32))]
+def drawn_numbers(weight, lead):
+    # A byte of 4-bit numbers holds two.
+    width = D_IN // 2 if weight == "uint8" else D_IN
+    rng = np.random.default_rng(len(lead))
+    codes = rng.integers(0, 120, (*lead, D_OUT, width), np.uint8)
+    return codes if weight == "uint8" else codes.view(weight)
+
+
+def drawn_scale(weight, block, lead):
+    height, width = block
+    shape = *lead, -(-D_OUT // height), -(-D_IN // width)
+    rng = np.random.default_rng(len(shape))
+    if weight == "uint8":
+        return rng.integers(120, 130, shape, np.uint8)
+    return rng.uniform(0.5, 2, shape)
+
+
+def assert_close(found, expected):
+    scale = np.abs(expected).max()
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12 * scale)
+
+
+def of_flax(matrix, bias, x):
+    layer = flax_attn.QuantizedLinear(matrix, jnp.asarray(bias))
+    return layer(jnp.asarray(x))
+
+
+def of_torch(matrix, bias, x):
+    layer = torch_ref.QuantizedLinear(matrix, torch.tensor(bias))
+    return layer(torch.tensor(x)).detach()
+
+
+@pytest.mark.parametrize(("weight", "block"), FORMATS)
+def test_every_format_has_the_numbers_of_pytorch(weight, block):
+    ours, theirs = held(weight, block)
+    np.testing.assert_array_equal(ours.floats(), theirs.floats())
+    assert len(np.unique(ours.floats())) > 10
 
 
 @pytest.mark.parametrize("lead", [(), (3,)])
 @pytest.mark.parametrize(("weight", "block"), FORMATS)
 def test_every_format_is_that_of_pytorch(weight, block, lead):
-    pair = held(weight, block, *lead)
-    floats = [np.asarray(one.floats()) for one in pair]
-    np.testing.assert_array_equal(*floats)
-    assert len(np.unique(floats[0])) > 10
-    bias, x = numbers(*lead, 18), numbers(*lead, 4, 32)
-    ours = flax_attn.QuantizedLinear(pair[0], jnp.asarray(bias))
-    theirs = torch_ref.QuantizedLinear(pair[1], torch.tensor(bias))
-    expected = x @ floats[0].swapaxes(-1, -2) + bias[..., None, :]
-    scale = np.abs(expected).max()
-    for found in (ours(jnp.asarray(x)), theirs(torch.tensor(x)).detach()):
-        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12 * scale)
+    ours, theirs = held(weight, block, *lead)
+    bias, x = numbers(*lead, D_OUT), numbers(*lead, 4, D_IN)
+    kernel = np.asarray(ours.floats()).swapaxes(-1, -2)
+    expected = x @ kernel + bias[..., None, :]
+    assert_close(of_flax(ours, bias, x), expected)
+    assert_close(of_torch(theirs, bias, x), expected)
 
 
-@pytest.mark.parametrize("form", ["sorted", "dense"])
-@pytest.mark.parametrize(("weight", "block"), FORMATS)
-def test_experts_are_those_of_pytorch_and_of_floats(weight, block, form):
-    numerics = {"param_dtype": jnp.float64, "rngs": nnx.Rngs(0)}
-    ours = flax_attn.Experts(3, 32, 18, bias=True, form=form, **numerics)
-    router = flax_attn.Router(32, 3, top_k=2, **numerics)
-    theirs = torch_ref.Experts(3, 32, 18, bias=True).double()
-    for name in ("W_gate", "W_up", "W_down"):
-        mine, other = getattr(ours, name), getattr(theirs, name)
-        other.weight.data = torch.tensor(np.asarray(mine.kernel[...].swapaxes(1, 2)))
-        other.bias.data = torch.tensor(np.asarray(mine.bias[...]))
-    x = numbers(2, 5, 32)
-    routing = router(jnp.asarray(x))
-    weights, experts, logits = (torch.tensor(np.asarray(part)) for part in routing)
-    of_torch = torch_ref.Routing(weights, experts.long(), logits)
-    for name in ("W_gate", "W_up"):
-        mine, other = held(weight, block, 3)
-        # In floats first, then as they are held.
-        getattr(ours, name).kernel.set_value(mine.floats().swapaxes(1, 2))
+# These are held in each format; the third matrix of an expert stays as it is.
+HELD = ("W_gate", "W_up")
+
+
+@pytest.fixture(params=["sorted", "dense"])
+def experts(request):
+    """Return experts of both sides, with the same weights."""
+    ours = flax_attn.Experts(3, D_IN, D_OUT, bias=True, form=request.param, **numerics())
+    theirs = torch_ref.Experts(3, D_IN, D_OUT, bias=True).double()
+    for name in (*HELD, "W_down"):
+        copy_weights(getattr(ours, name), getattr(theirs, name))
+    return ours, theirs
+
+
+def copy_weights(ours, theirs):
+    matrices = ours.kernel[...].swapaxes(1, 2)
+    theirs.weight.data = torch.tensor(np.asarray(matrices))
+    theirs.bias.data = torch.tensor(np.asarray(ours.bias[...]))
+
+
+def routed(x):
+    """Return where a router sends tokens, for both sides."""
+    ours = flax_attn.Router(D_IN, 3, top_k=2, **numerics())(jnp.asarray(x))
+    weights, experts, logits = (torch.tensor(np.asarray(part)) for part in ours)
+    return ours, torch_ref.Routing(weights, experts.long(), logits)
+
+
+def hold(ours, theirs, matrix, of_torch):
+    """Hold two matrices of each expert as they are given."""
+    for name in HELD:
+        setattr(ours, name, quantized_as(getattr(ours, name), matrix))
+        layer = torch_ref.QuantizedLinear(of_torch, getattr(theirs, name).bias)
+        setattr(theirs, name, layer)
+
+
+@pytest.fixture(params=FORMATS)
+def matrices(request):
+    return held(*request.param, 3)
+
+
+def test_experts_are_those_of_pytorch_and_of_floats(matrices, experts):
+    ours, theirs = experts
+    matrix, other = matrices
+    x = numbers(2, 5, D_IN)
+    routing, of_torch = routed(x)
+    # In floats first, then as they are held.
+    for name in HELD:
+        kernel = matrix.floats().swapaxes(1, 2)
+        getattr(ours, name).kernel.set_value(kernel)
     floats = np.asarray(ours(jnp.asarray(x), routing))
-    for name in ("W_gate", "W_up"):
-        setattr(ours, name, quantized_as(getattr(ours, name), mine))
-        bias = getattr(theirs, name).bias
-        setattr(theirs, name, torch_ref.QuantizedLinear(other, bias))
-    scale = np.abs(floats).max()
-    found = ours(jnp.asarray(x), routing)
-    np.testing.assert_allclose(found, floats, rtol=0, atol=1e-12 * scale)
-    expected = theirs(torch.tensor(x), of_torch).detach().numpy()
-    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12 * scale)
+    hold(ours, theirs, matrix, other)
+    output = ours(jnp.asarray(x), routing)
+    assert_close(output, floats)
+    output = theirs(torch.tensor(x), of_torch)
+    assert_close(output.detach(), floats)
+
+
+def rounding_error(layer, matrix, x):
+    error = np.abs(layer(jnp.asarray(x)) - x @ matrix)
+    largest = np.abs(x).sum(axis=-1, keepdims=True)
+    return error, largest * np.asarray(layer.scale[...]).T / 2
 
 
 def test_the_output_is_as_near_as_rounding_allows():
     matrix, x = numbers(31, 9), numbers(4, 31)
     layer = flax_attn.QuantizedLinear(jnp.asarray(matrix))
-    error = np.abs(layer(jnp.asarray(x)) - x @ matrix)
-    scale = np.asarray(layer.scale[...])
-    bound = np.abs(x).sum(axis=-1, keepdims=True) * scale.T / 2
+    error, bound = rounding_error(layer, matrix, x)
     assert (error <= bound).all()
     # Its matrix is one of 255 numbers a column, and not the given one.
     assert error.max() > bound.max() / 100
@@ -130,8 +193,7 @@ def models(request):
 
 def quantized(config):
     theirs = torch_ref.Llama(config).double().eval()
-    ours = flax_attn.Llama(config, param_dtype=jnp.float64, rngs=nnx.Rngs(0))
-    ours.eval()
+    ours = flax_attn.Llama(config, **numerics())
     convert.load_state_dict(ours, theirs.state_dict())
     quantize_torch(theirs)
     quantize(ours)
