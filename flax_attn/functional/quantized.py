@@ -119,6 +119,7 @@ def _numbers(weight: Array, dtype: Dtype) -> Array:
     if weight.dtype != jnp.uint8:
         return weight.astype(dtype)
     table = jnp.array(E2M1, dtype)
+    # The lower bits are the first number.
     pairs = jnp.stack([weight & 15, weight >> 4], axis=-1)
     return table[pairs].reshape(*weight.shape[:-1], -1)
 

@@ -26,13 +26,15 @@ def masks(pair: Pair) -> Check:
     covers = []
     untested: list[str] = []
     for name in names:
-        kinds = ", ".join(_tried(pair, name, errors, seen, untested))
+        tried = _tried(pair, name, errors, seen, untested)
+        kinds = ", ".join(tried)
         if kinds:
             covers.append(f"{name} as {kinds}")
     if not errors:
         raise Untested("; ".join(untested))
     check = worst_of("masks", errors, 1.0)
-    return replace(check.with_coverage(covers, untested), seen=seen.get(check.worst))
+    check = check.with_coverage(covers, untested)
+    return replace(check, seen=seen.get(check.worst))
 
 
 def _tried(

@@ -77,7 +77,8 @@ class Pair:
             drawn = _as_wide(array.shape, random)
             # What is not trained is positive, as statistics have to be.
             if name not in self.trainable:
-                drawn = np.asarray(0.5 + np.abs(drawn))
+                size = np.abs(drawn)
+                drawn = np.asarray(0.5 + size)
             weights[name] = drawn
         return weights
 

@@ -176,7 +176,9 @@ def _rates(pair: Pair, ours: Arrays, theirs: Arrays) -> Iterator[str]:
             continue
         name = kept_name(statistic)
         old = pair.weights[statistic]
-        rate = _ratio(ours[name] - old, theirs[name] - old)
+        moved = ours[name] - old
+        expected = theirs[name] - old
+        rate = _ratio(moved, expected)
         # A ratio of 0 says that the channels have none in common.
         if rate and abs(rate - 1) > SPREAD:
             yield (

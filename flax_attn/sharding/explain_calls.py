@@ -47,6 +47,7 @@ class ExplainedCalls(tuple[ExplainedCall, ...]):
     """The attention calls of a program in order; printed, with one line for equal calls."""
 
     def __str__(self) -> str:
+        # Layers of a model make equal calls, most of the time.
         lines = list(map(str, self))
         different = dict.fromkeys(lines)
         return "\n".join(f"{lines.count(line)} x {line}" for line in different)
@@ -109,6 +110,7 @@ def explain_calls(
         called, positional, named = structure.unflatten(own)
         called(*positional, **named)
 
+    # What is chosen for a chip depends on its numbers, such as its memory.
     with asked_about(chip), intercepted(note):
         jax.eval_shape(run, traced)
     return ExplainedCalls(found)
