@@ -63,6 +63,12 @@ def _rotated(fields: Fields, rope: Fields, head_dim: int) -> int | None:
         "partial_rotary_factor", PARTS, fields.number("partial_rotary_factor", PARTS, 1.0)
     )
     width = int(head_dim * part)
+    if width % 2 or not width:
+        raise ValueError(
+            f"{fields.where}: partial_rotary_factor must rotate an even number of features of a"
+            f" head, 2 or more; got {part} of head_dim={head_dim}, which is {width}. Other widths"
+            " are not supported"
+        )
     return None if width == head_dim else width
 
 

@@ -29,11 +29,15 @@ from transformers.models.qwen3_moe import modeling_qwen3_moe
 from transformers.models.qwen3_next import modeling_qwen3_next
 from transformers.models.smollm3 import modeling_smollm3
 
+import flax_attn
+import torch_ref
 from attn_spec.hugging_face.fields import read_fields
 from flax_attn import convert
 from flax_attn.convert.api import axes_of
 from flax_attn.models import GPT2, Llama, from_pretrained
 from flax_attn.models.hugging_face import folder as loader
+from flax_attn.models.language_model import LanguageModel
+from flax_attn.models.registry import FAMILIES
 from flax_attn.parity import tolerance
 from parity_tests.asserts import assert_near
 
@@ -673,3 +677,12 @@ def test_stacked_layers_of_experts_are_read_alike(tmp_path):
     assert parameters(from_pretrained(tmp_path, scan_layers=True)) == parameters(
         from_pretrained(tmp_path)
     )
+
+
+def test_every_decoder_is_in_the_table_and_is_exported_on_both_sides():
+    decoders = [cls for cls in FAMILIES if issubclass(cls, LanguageModel)]
+    named = {getattr(transformers, f"{kind}Config").model_type for kind in KINDS}
+    assert named >= {kind for cls in decoders for kind in cls.family.read}
+    for cls in FAMILIES:
+        assert getattr(flax_attn.models, cls.__name__) is cls
+        assert hasattr(torch_ref.models, cls.__name__)

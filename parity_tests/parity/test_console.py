@@ -73,7 +73,7 @@ def test_the_pairs_of_the_layout_are_a_table(show, equal, monkeypatch):
     assert row(text, "fc.weight").split() == f"fc.weight 4 3 fc.kernel 3 4 {pattern}".split()
     assert row(text, "fc.bias").split() == ["fc.bias", "4", "fc.bias", "4", "unchanged"]
     monkeypatch.setattr(console, "PAIRS", 1)
-    assert "and 2 more, in report.entries" in show(replace(equal, entries=entries))
+    assert "and 2 more, in the page and in JSON" in show(replace(equal, entries=entries))
 
 
 @pytest.mark.parametrize("width", [110, 80])

@@ -224,7 +224,7 @@ def _pairs(entries: Sequence[Entry]) -> Iterator[RenderableType]:
     yield Text("pairs of parameters", style="bold")
     yield rows
     if len(entries) > PAIRS:
-        yield Text(f"and {len(entries) - PAIRS} more, in report.entries\n", style="dim")
+        yield Text(f"and {len(entries) - PAIRS} more, in the page and in JSON\n", style="dim")
 
 
 def _sizes(shape: Sequence[int]) -> str:
