@@ -534,7 +534,7 @@ REFUSED = [
     (
         PHI3_FIELDS,
         {"partial_rotary_factor": 0.5},
-        r"partial_rotary_factor must rotate an even number .*; got 0\.5 of head_dim=\d+, which is 1",
+        r"partial_rotary_factor must rotate an even .*; got 0\.5 of head_dim=\d+, which is 1",
     ),
     (
         GEMMA_FIELDS,
