@@ -373,3 +373,31 @@ def test_buffers_are_ignored():
 def test_equinox_batch_norm_has_its_statistics_elsewhere():
     norm, _ = eqx.nn.make_with_state(eqx.nn.BatchNorm)(D, "batch", mode="batch")
     assert any("running_mean" in line for line in lines(norm, nn.BatchNorm1d(D)))
+
+
+class Tower(nnx.Module):
+    """A table, two layers and a head."""
+
+    def __init__(self, width):
+        rngs = nnx.Rngs(0)
+        self.embed = nnx.Embed(11, width, rngs=rngs)
+        self.layers = nnx.List([nnx.Linear(width, width, rngs=rngs) for _ in range(2)])
+        self.head = nnx.Linear(width, 11, rngs=rngs)
+
+
+def test_modules_of_other_sizes_are_told_so_in_few_lines():
+    torch_tower = torch.nn.ModuleDict(
+        {
+            "embed": torch.nn.Embedding(11, 6),
+            "layers": torch.nn.ModuleList([torch.nn.Linear(6, 6) for _ in range(9)]),
+            "head": torch.nn.Linear(6, 11),
+        }
+    )
+    with pytest.raises(convert.ConversionError) as raised:
+        convert.auto(Tower(8), torch_tower)
+    heading, sizes, *others = str(raised.value).splitlines()
+    assert heading.endswith("do not pair:")
+    assert sizes == (
+        "  only flax has the sizes 8, and only torch 6: build both modules in the same sizes"
+    )
+    assert len(others) == 7

@@ -10,8 +10,11 @@ from flax_attn.convert.match.matcher import Item, Matching
 from flax_attn.convert.match.names import key_of
 from flax_attn.convert.match.tree import PARAMETER, Layer, layers_of
 
-# The most lines in a message.
+# The most lines in a message, and in one of modules that are built in other sizes.
 SHOWN = 20
+SHOWN_OF_OTHER_SIZES = 5
+# From so many layers on each side it is no accident that all have sizes of their own.
+LAYERS_OF_OTHER_SIZES = 3
 
 
 def problems_of(found: Matching) -> list[str]:
@@ -34,11 +37,45 @@ def message(heading: str, lines: Sequence[str], found: Matching) -> str:
     """Return the whole error."""
     # The parts of a packed tensor have the same line.
     lines = list(dict.fromkeys(lines))
-    more = [f"and {len(lines) - SHOWN} more"] if len(lines) > SHOWN else []
+    sizes = _other_sizes(found)
+    most = SHOWN_OF_OTHER_SIZES if sizes else SHOWN
+    more = [f"and {len(lines) - most} more"] if len(lines) > most else []
     remedy = (
         f"Name them alike, or pair them by rules: convert.auto(..., rules=[{_example(found)}, ...])"
     )
-    return "\n  ".join([heading, *lines[:SHOWN], *more]) + "\n" + remedy
+    return "\n  ".join([heading, *sizes, *lines[:most], *more]) + "\n" + remedy
+
+
+def _other_sizes(found: Matching) -> list[str]:
+    """Return a line where each layer without a partner has a size that the other module lacks."""
+    ours = _sizes_of(found.ours)
+    theirs = _sizes_of(found.theirs)
+    only_ours = ours - theirs
+    only_theirs = theirs - ours
+    if not (_all_have(found.ours, only_ours) and _all_have(found.theirs, only_theirs)):
+        return []
+    return [
+        f"only flax has the sizes {_numbers(only_ours)}, and only torch {_numbers(only_theirs)}:"
+        " build both modules in the same sizes"
+    ]
+
+
+def _all_have(layers: Sequence[Layer], sizes: set[int]) -> bool:
+    """Return whether these are many layers, and each has one of the sizes."""
+    many = len(layers) >= LAYERS_OF_OTHER_SIZES
+    return many and all(_sizes_of([layer]) & sizes for layer in layers)
+
+
+def _sizes_of(layers: Sequence[Layer]) -> set[int]:
+    found = set()
+    for layer in layers:
+        for part in layer.parts.values():
+            found.update(part.tensor.shape)
+    return found
+
+
+def _numbers(sizes: set[int]) -> str:
+    return ", ".join(map(str, sorted(sizes)))
 
 
 def _lone_parts(found: Matching) -> list[str]:
