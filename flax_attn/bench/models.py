@@ -24,6 +24,8 @@ from flax_attn.training.step import train_step
 
 PROMPT, NEW = 128, 64
 SMALL: dict[str, Any] = {"n_embd": 64, "n_head": 4, "n_layer": 2, "vocab_size": 512}  # for --quick
+# What a model in bfloat16 holds its matrices in; transformers holds them in bfloat16 beside each.
+HELD = (None, "int8")
 TOLERANCE = 1e-3  # of the largest logit: both sum in float32, through all layers
 
 
@@ -40,9 +42,14 @@ def run(
             progress(f"decoding, batch {b}")
             task = decode(ours, theirs, b, rounds, read=read)
             yield task
-        progress("decoding, bfloat16")
-        task = _decode_bfloat16(folder, theirs, rounds)
-        yield task
+        lower = deepcopy(theirs).bfloat16()
+        for held in HELD:
+            model: Any = GPT2.from_pretrained(folder, param_dtype=jnp.bfloat16, weights=held)
+            for b in (1, 8):
+                name = held or "bfloat16"
+                progress(f"decoding, {name}, batch {b}")
+                task = decode(model, lower, b, rounds, read=_bytes(model))
+                yield replace(task, task=f"{task.task}, {name}")
         progress("prefill")
         task = prefill(ours, theirs, 1024, rounds)
         yield task
@@ -123,14 +130,6 @@ def decode(
 def _repeated(run: Callable[[], Any]) -> Callable[[int], list[Any]]:
     """Return what calls a function a number of times."""
     return lambda repeats: [run() for _ in range(repeats)]
-
-
-def _decode_bfloat16(folder: str, theirs: Any, rounds: int) -> TaskResult:
-    import torch
-
-    ours: Any = GPT2.from_pretrained(folder, param_dtype=jnp.bfloat16)
-    found = decode(ours, deepcopy(theirs).to(torch.bfloat16), 1, rounds, read=_bytes(ours))
-    return replace(found, task=f"{found.task}, bfloat16")
 
 
 def prefill(ours: Any, theirs: Any, t: int, rounds: int) -> TaskResult:
@@ -215,8 +214,8 @@ def _training(
 
 def _bytes(model: GPT2) -> int:
     # A step reads all weights but the positions; the token embedding is the head.
-    params = nnx.state(model, nnx.Param)
-    return sum(x.nbytes for x in jax.tree.leaves(params)) - model.pos_emb.embedding[...].nbytes
+    held = jax.tree.leaves(nnx.state(model, nnx.Variable))
+    return sum(x.nbytes for x in held) - model.pos_emb.embedding[...].nbytes
 
 
 def _check_equal(what: str, ours: np.ndarray, theirs: np.ndarray) -> None:
