@@ -8,7 +8,7 @@ from flax_attn.backends.call import Unsupported
 from flax_attn.bench.agreement import excess_error, reference
 from flax_attn.bench.benchmark import GIB, Benchmark, Measurement, measure
 from flax_attn.bench.functions import functions, ours, steps
-from flax_attn.bench.implementation import Implementation, Prepared
+from flax_attn.bench.implementation import Implementation, PreparedCall
 from flax_attn.bench.layers import layers
 from flax_attn.bench.workload import Workload, inputs
 from flax_attn.parity import tolerance
@@ -24,7 +24,8 @@ class Fake:
     def __init__(self, found, temporaries=0):
         self.calls, self.found, self.temporaries = 0, found, temporaries
         self.implementation = Implementation(
-            "fake", lambda work: Prepared(self.run, lambda result: result, 0.0, self.temporaries)
+            "fake",
+            lambda work: PreparedCall(self.run, lambda result: result, 0.0, self.temporaries),
         )
 
     def run(self, repeats):
