@@ -253,6 +253,16 @@ class Fields:
                     f"{self.where}: {name} must be {only}, no other value is supported; got {got}"
                 )
 
+    def without_dropout(self, given: float | None, *names: str) -> None:
+        """Raise if a field drops where our models do not, unless `given` replaces its probability.
+
+        Example:
+            >>> Fields("config.json", {"resid_pdrop": 0.1}).without_dropout(0.0, "resid_pdrop")
+        """
+        self.used.update(names)
+        if given is None:
+            self.only(**dict.fromkeys(names, 0.0))
+
     def check_all_used(self) -> None:
         """Raise if a field was not read; null counts as missing."""
         for name, value in self.values.items():

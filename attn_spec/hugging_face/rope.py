@@ -59,9 +59,10 @@ def read_rope(fields: Fields, length: int, head_dim: int | None = None) -> Rotar
 
 def _rotated(fields: Fields, rope: Fields, head_dim: int) -> int | None:
     """Return how many features of a head are rotated, None for all."""
-    part = rope.number(
-        "partial_rotary_factor", PARTS, fields.number("partial_rotary_factor", PARTS, 1.0)
-    )
+    name = "partial_rotary_factor"
+    # Null beside the parameters counts as missing.
+    outside = fields.optional_number(name, PARTS)
+    part = rope.number(name, PARTS, 1.0 if outside is None else outside)
     width = int(head_dim * part)
     if width % 2 or not width:
         raise ValueError(

@@ -80,7 +80,8 @@ def read(fields: Fields, dropout: float | None) -> ModernBertConfig:
     """Return the config that the fields of a `config.json` describe."""
     # transformers drops inside the feed-forward layer, and the output of the attention beside its
     # weights.
-    fields.only(mlp_dropout=0.0, attention_dropout=0.0, tie_word_embeddings=True)
+    fields.without_dropout(dropout, "mlp_dropout", "attention_dropout")
+    fields.only(tie_word_embeddings=True)
     layers, window = range(fields.count("num_hidden_layers")), fields.length("local_attention", 128)
     # transformers lets either replace what it has read.
     fields.only(rope_scaling=None, sliding_window=window // 2)

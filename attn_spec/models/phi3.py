@@ -26,7 +26,7 @@ class Phi3Config(DecoderConfig):
 
 def read(fields: Fields, dropout: float | None) -> Phi3Config:
     """Return the config that the fields of a `config.json` describe."""
-    fields.only(resid_pdrop=0.0, embd_pdrop=0.0)
+    fields.without_dropout(dropout, "resid_pdrop", "embd_pdrop")
     fields = fields.filled(rms_norm_eps=1e-5, original_max_position_embeddings=4096)
     ropes = {name: fields.optional_object(name) for name in ("rope_scaling", "rope_parameters")}
     # The first files say "su" or "yarn", and transformers reads both as LongRoPE.

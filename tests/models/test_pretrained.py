@@ -812,6 +812,19 @@ def test_a_part_of_a_head_is_read_as_it_was_written(tmp_path):
             assert read_config(tmp_path).rope.width == (width if width < head_dim else None)
 
 
+def test_dropout_that_a_model_lacks_may_be_replaced(tmp_path):
+    write_fields(tmp_path, PHI3_FIELDS, resid_pdrop=0.1, attention_dropout=0.2)
+    with pytest.raises(ValueError, match=r"resid_pdrop must be 0\.0"):
+        read_config(tmp_path)
+    assert read_config(tmp_path, dropout=0.0).dropout == 0
+
+
+def test_a_rotated_part_that_is_null_beside_the_parameters_is_missing(tmp_path):
+    rope = {"rope_type": "default", "rope_theta": 500.0}
+    write_fields(tmp_path, PHI3_FIELDS, rope_parameters=rope, partial_rotary_factor=None)
+    assert read_config(tmp_path).rope == RoPE(500.0)
+
+
 @pytest.mark.parametrize("name", ["su", "yarn", "longrope"])
 def test_a_phi3_of_any_age_scales_by_longrope(tmp_path, name):
     scaling = {"type": name, "short_factor": [1.0], "long_factor": [2]}
