@@ -128,22 +128,15 @@ def _plain(
     return plain_product(x, matrix, *sizes, precision=precision)
 
 
-def _call(
-    x: Array,
-    weight: Array,
-    scale: Array,
-    *sizes: Array,
-    block: tuple,
-    dtype: Any,
-    precision: Any,
-) -> Array:
+def _call(x: Array, weight: Array, *others: Array, block: tuple, **options: Any) -> Array:
+    # The other options are for plain JAX: the library sums in float32.
     height, width = map(np.int64, block)
     m, _ = x.shape
     d_out = weight.shape[-2]
     result = jax.ShapeDtypeStruct((m, d_out), jnp.float32)
     name = target("quantized_product")
     call = jax.ffi.ffi_call(name, result)
-    return call(x, weight, scale, *sizes, block_out=height, block_in=width)
+    return call(x, weight, *others, block_out=height, block_in=width)
 
 
 def _jvp(primals, tangents, **static):
