@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import logging
 import shutil
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from numbers import Integral
@@ -169,6 +172,7 @@ class Checkpoints:
             if step in self._steps():  # and was all the time: what was read is one checkpoint
                 break
         if failure:
+            _drop_abandoned_reads()
             raise ValueError(
                 f"the checkpoint of step {step} in {self.folder} cannot be read: {failure}. If it "
                 "is damaged, delete its folder: the run then resumes from the one before"
@@ -290,6 +294,19 @@ def _without_pages() -> Iterator[None]:
     sys.unraisablehook = print_others
     yield
     sys.unraisablehook = before  # not after an error, where more may come
+
+
+def _drop_abandoned_reads() -> None:
+    """Collect the reads that were given up: later each would warn, or print a page."""
+    log = logging.getLogger("asyncio")
+    before = log.disabled
+    log.disabled = True  # errors of tasks that nobody asked for
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # coroutines that nobody awaited
+            gc.collect()
+    finally:
+        log.disabled = before
 
 
 def _check_json(extra: dict[str, Any]) -> None:

@@ -1,11 +1,14 @@
 """Checkpoint folders that are shared by objects, left by a killed run, or damaged."""
 
+import asyncio
 import fcntl
+import gc
 import os
 import re
 import shutil
 import sys
 import threading
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -206,6 +209,31 @@ def test_a_damaged_checkpoint_is_told_in_a_line(tmp_path, monkeypatch, capfd):
     assert printed[-1] == "of someone else"
     assert not any("Event loop" in text or "TensorStore" in text for text in printed)
     assert capfd.readouterr().err.count("\n") < 5
+
+
+def test_reads_that_were_given_up_are_not_heard_of_later(tmp_path, monkeypatch, caplog):
+    """Python warns of them when it collects them, which may be at any time."""
+
+    async def read():
+        pass
+
+    def give_up(*_):
+        task = asyncio.Future(loop=asyncio.new_event_loop())
+        task.set_exception(OSError("read error of a task"))
+        task.get_loop().close()
+        # It refers to itself, as what a failed read leaves behind: only a collection finds it.
+        abandoned = [read(), task]
+        abandoned.append(abandoned)
+        raise OSError("disk error")
+
+    saved(tmp_path, 1)
+    monkeypatch.setattr(Checkpoints, "_read", give_up)
+    with Checkpoints(tmp_path) as checkpoints, warnings.catch_warnings(record=True) as heard:
+        with pytest.raises(ValueError, match="cannot be read: OSError: disk error"):
+            checkpoints.restore(*build())
+        gc.collect()
+    assert [str(warning.message) for warning in heard] == []
+    assert caplog.messages == []
 
 
 def given_up(text):
