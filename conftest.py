@@ -1,16 +1,22 @@
 """What all tests share: the strictest JAX, and ways around it."""
 
+import functools
 import gc
+import inspect
 import os
 import signal
 import sys
 import threading
 from pathlib import Path
+from types import FunctionType
 
 import jax
 import jaxtyping
 import pytest
+from beartype import BeartypeConf, beartype
 from jax._src.interpreters import mlir, partial_eval
+from jaxtyping._decorator import _destring_annotation
+from jaxtyping._storage import pop_shape_memo, push_shape_memo
 
 PROGRAMS = 100  # that share a context, which keeps their names and constants
 
@@ -29,11 +35,60 @@ def _reused(make):
     return reuse
 
 
+# As jaxtyping raises it: a TypeError.
+_check_types = beartype(conf=BeartypeConf(violation_type=jaxtyping.TypeCheckError))
+
+
+def _checked(function):
+    """Check shapes and types of a call: each axis has one size in it.
+
+    It is what `jaxtyping.jaxtyped` does, which binds the arguments of each call to names for its
+    messages, and checks them once more with the result: an eighth of the time.
+    """
+    if not function.__annotations__:
+        return function
+    typed = FunctionType(
+        function.__code__, function.__globals__, function.__name__, None, function.__closure__
+    )
+    functools.update_wrapper(typed, function)
+    del typed.__wrapped__  # of which beartype would read the annotations
+    typed.__defaults__, typed.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
+    typed.__annotations__ = {
+        name: _destring_annotation(annotation, function.__globals__)
+        for name, annotation in function.__annotations__.items()
+    }
+    checked = _check_types(typed)
+
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        if jaxtyping.config.jaxtyping_disable:
+            return function(*args, **kwargs)
+        push_shape_memo({})
+        try:
+            return checked(*args, **kwargs)
+        finally:
+            pop_shape_memo()
+
+    return call
+
+
+def _jaxtyped(*, typechecker, _original=jaxtyping.jaxtyped):
+    """Stand in for what the import hook puts on each function and class of the packages."""
+
+    def decorate(decorated):
+        plain = inspect.isfunction(decorated) and not inspect.isgeneratorfunction(decorated)
+        return _checked(decorated) if plain else _original(decorated, typechecker=typechecker)
+
+    return decorate
+
+
+jaxtyping.jaxtyped = _jaxtyped
 sys.path.append(str(Path(__file__).parent))  # `tools`, `field` and `tests` are not installed
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_num_cpu_devices", 8)  # simulated, for what lies on a mesh
 jax.config.update("jax_disable_most_optimizations", True)  # most of the time is taken by compiling
+jax.config.update("jax_traceback_in_locations_limit", 0)  # compilers copy it many times
 # Flax asks each value that is traced for its sharding, and JAX prints the operations that it comes
 # from into an error that nobody sees: an eighth of the time.
 partial_eval.DynamicJaxprTracer._origin_msg = lambda tracer: ""
