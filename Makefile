@@ -13,12 +13,13 @@ NEWEST_PYTHON ?= $(shell for python in python3.13 python3.14 python3.12 $$HOME/.
 # What the library of kernels is built from: the environments are installed again where it changes.
 NATIVE := setup.py $(wildcard flax_attn/native/source/*)
 
-# What another JAX or Flax can break: whatever uses their interfaces. The arithmetic is proven by make against, and
-# test_turns.py asks what test_stack.py does, of layers of more kinds.
+# What another JAX or Flax can break: whatever uses their interfaces. The arithmetic is proven by make against. Left out are what
+# reads files alone (test_edited_configs.py) and what takes half of the time to use what the others use (test_stack.py,
+# test_turns.py, and the models on meshes).
 NEWEST_TESTS := $(addprefix tests/backends/test_, choose.py cudnn.py splash.py tokamax.py dense.py) \
 	$(addprefix tests/modules/test_, cache.py linen_bridge.py state.py transforms.py) \
-	$(addprefix tests/sharding/test_, generate.py models.py parameters.py pretrained.py) \
-	$(filter-out %/test_turns.py,$(wildcard tests/models/test_*.py)) tests/training \
+	$(addprefix tests/sharding/test_, generate.py parameters.py pretrained.py) \
+	$(filter-out $(addprefix %/test_, edited_configs.py stack.py turns.py),$(wildcard tests/models/test_*.py)) tests/training \
 	$(filter-out tests/test_types.py,$(wildcard tests/test_*.py))  # types are checked once, by make test
 
 # What is compiled once is kept: the same small programs come up in the proof and in many tests.
