@@ -93,14 +93,14 @@ def threefry_2x32(key: tuple[Index, Index], counter: tuple[Index, Index]) -> tup
     # Five groups of four rounds; after each the key is added once more.
     for step in range(5):
         for rotation in _ROTATIONS[step % 2]:
-            x0 = (x0 + x1) & _32_BITS
-            left = (x1 << rotation) & _32_BITS
-            right = x1 >> (32 - rotation)
-            x1 = (left | right) ^ x0
-        x0 = (x0 + schedule[(step + 1) % 3]) & _32_BITS
+            # The first is a sum of fewer than 32 integers of 32 bits: it is masked in the end.
+            x0 = x0 + x1
+            rotated = (x1 << rotation) | (x1 >> (32 - rotation))
+            x1 = (rotated ^ x0) & _32_BITS
+        x0 = x0 + schedule[(step + 1) % 3]
         x1 = x1 + schedule[(step + 2) % 3]
         x1 = (x1 + step + 1) & _32_BITS
-    return x0, x1
+    return x0 & _32_BITS, x1
 
 
 def fold_in(key: Tensor | None, index: int) -> Int[Tensor, "2"] | None:
