@@ -11,6 +11,7 @@
 #include <immintrin.h>
 #endif
 
+#include "held.h"
 #include "kernels.h"
 #include "pools.h"
 #include "problems.h"
@@ -139,6 +140,31 @@ static void not_finite(const Kernels& kernels) {
         }
 }
 
+// Rows and widths below and above the tiles, the steps and what is widened at once; blocks of one step and of several.
+static void held(const Kernels& kernels) {
+  Threads pool(2);
+  Draw draw(17);
+  const auto check = [&](const flax_attn::QuantizedProduct& of, const std::vector<int32_t>& groups, Type type) {
+    const HeldProblem x{of.m, of.d_in, of.d_out, of.block_out, of.block_in, of.codes, groups};
+    const double amount = held_excess(draw, x, type, kernels, pool);
+    if (amount <= 1) return;
+    std::printf("held: codes %d, m=%ld d_in=%ld d_out=%ld block=(%ld, %ld), %zu groups: off by %.3g of what is allowed\n",
+                static_cast<int>(x.codes), x.m, x.d_in, x.d_out, x.block_out, x.block_in, groups.size(), amount);
+    ++failures;
+  };
+  for (Type type : {Type::float32, Type::bfloat16, Type::float16})
+    for (Codes codes : {Codes::int8, Codes::e4m3, Codes::e2m1})
+      for (int64_t block_in : {32, 128, 1000})
+        for (int64_t m : {1, 4, 7, 8, 15, 16, 27}) {
+          flax_attn::QuantizedProduct x{};
+          x.m = m, x.d_out = 1 + draw.below(20), x.block_out = 1 + draw.below(3), x.block_in = block_in, x.codes = codes;
+          x.d_in = codes == Codes::e2m1 ? 32 * (1 + draw.below(20)) : 1 + draw.below(600);
+          check(x, {}, type);
+          const int32_t first = static_cast<int32_t>(draw.below(m + 1));
+          check(x, {first, 0, static_cast<int32_t>((m - first) / 2)}, type);
+        }
+}
+
 // A softmax that is nearly a hard choice: forward and backward must agree on every score to the bit.
 static void large_scores(const Kernels& kernels) {
   Threads pool(2);
@@ -217,7 +243,7 @@ int main(int argc, char** argv) {
     workers();
     busy_pools(*kernels);
     at_once(*kernels);
-    if (!light) sizes(*kernels), not_finite(*kernels), large_scores(*kernels);
+    if (!light) sizes(*kernels), held(*kernels), not_finite(*kernels), large_scores(*kernels);
     std::printf("%s: %d failures\n", kernels->name, failures);
     return failures > 0;
   }

@@ -67,6 +67,21 @@ def test_is_exact_to_rounding(weight, block, dtype, every_level):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("block", [(1, 1000), (1, 32), (128, 128)], ids=str)
+@pytest.mark.parametrize("weight", FORMATS)
+def test_a_row_has_the_same_bits_beside_any_number_of_others(weight, block, dtype, every_level):
+    d_in = 416 if weight == "uint8" else 427
+    x = jnp.asarray(np.random.default_rng(3).normal(size=(16, d_in)), dtype)
+    matrix = held(weight, 23, d_in, block)
+    for level in every_level:
+        choose_level(level)
+        alone = [quantized_product(x[i : i + 1], matrix)[0] for i in range(16)]
+        for m in (2, 3, 4, 7, 8, 11, 15, 16):
+            found = quantized_product(x[:m], matrix)
+            np.testing.assert_array_equal(found, jnp.stack(alone[:m]), level)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("weight", FORMATS)
 @pytest.mark.parametrize(
     "sizes", [(0, 3, 0, 5), (9, 1, 0, 0), (0, 0, 0, 0), (0, 20, 7, 1)], ids=str

@@ -46,6 +46,9 @@ static inline Vector float_of_e2m1(Ints x) {
 #if VECTOR_BYTES == 64
   const __m512 numbers = _mm512_setr_ps(0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6);
   return (Vector)_mm512_permutexvar_ps((__m512i)x, numbers);
+#elif VECTOR_BYTES == 32
+  const __m256 numbers = _mm256_setr_ps(0, 0.5f, 1, 1.5f, 2, 3, 4, 6);
+  return signed_as((Bits)_mm256_permutevar8x32_ps(numbers, (__m256i)x), x << 28);
 #else
   const Bits size = (Bits)x & 7;
   const Bits normal = (size << 22) + (126 << 23);
@@ -59,7 +62,19 @@ static inline Pair load_pair(const int8_t* x) {
   return {__builtin_convertvector(load_bytes(x), Vector), __builtin_convertvector(load_bytes(x + WIDTH), Vector)};
 }
 static inline Pair load_pair(const E4M3* x) {
+#if VECTOR_BYTES == 64
+  // Moved to the places of a float16 they count 2^-8 of what they are. Those below 2^-14 stay, as this widening reads
+  // them also where XLA's threads take small float32 as 0.
+  const __m512i lanes = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)x));
+  const __m512i size = _mm512_set1_epi16(0x7f);
+  const __mmask32 nan = _mm512_cmpeq_epi16_mask(_mm512_and_si512(lanes, size), size);
+  const __m512i moved = _mm512_and_si512(_mm512_slli_epi16(lanes, 7), _mm512_set1_epi16(-0x4080));
+  const __m512i halves = _mm512_mask_mov_epi16(moved, nan, _mm512_set1_epi16(0x7e00));
+  return {(Vector)_mm512_cvtph_ps(_mm512_castsi512_si256(halves)) * 256,
+          (Vector)_mm512_cvtph_ps(_mm512_extracti64x4_epi64(halves, 1)) * 256};
+#else
   return {float_of_e4m3(load_bytes(&x->bits)), float_of_e4m3(load_bytes(&x->bits + WIDTH))};
+#endif
 }
 static inline Pair load_pair(const E2M1* x) {
   const Ints both = load_bytes(&x->bits);
@@ -86,11 +101,17 @@ struct HeldRows {
   const Scale* scales_of(int64_t i) const { return scales + (first + i) / block_out * blocks_of(d_in, block_in); }
 };
 
+// From how many rows of x on `tall_products` is quicker.
+constexpr int64_t NEVER = INT64_MAX;
+
 // The sums of products in float32; beside E2M1, of each STEP numbers of x those at even places come first.
 template <typename Code>
 struct InFloats {
   typedef float X;
   static constexpr int64_t STEP = PAIR;
+  // Keeping what is widened pays where widening is long: measured at 8 and 16 rows of x.
+  static constexpr int64_t TALL_FROM =
+      std::is_same<Code, E4M3>::value ? (WIDTH >= 8 ? 8 : NEVER) : WIDTH < 16 ? NEVER : HELD_IN<Code> == 2 ? 8 : 16;
   static Pair load(const Code* codes) { return load_pair(codes); }
   static Vector add(Vector sums, const float* x, const Pair& right) {
     const Pair left = load_pair(x);
@@ -106,7 +127,7 @@ struct InFloats {
   }
 };
 
-// to (M, R) = x (M, d_in) @ rows (R, d_in)^T
+// to (M, R) = x (M, d_in) @ rows (R, d_in)^T. Whatever M and R are, each sum has one order.
 template <int M, int R, typename Sums, typename Code, typename Scale>
 static inline void held_products(const typename Sums::X* x, const HeldRows<Code, Scale>& rows, float* to,
                                  int64_t to_row) {
@@ -116,6 +137,16 @@ static inline void held_products(const typename Sums::X* x, const HeldRows<Code,
   const Scale* scales[R];
   for (int j = 0; j < R; ++j) codes[j] = rows.row(j), scales[j] = rows.scales_of(j);
   int64_t c = 0, block = 0;
+  // A block of one step: its sums need no memory.
+  for (; rows.block_in == Sums::STEP && c + Sums::STEP <= d_in; ++block, c += Sums::STEP) {
+    for (int j = 0; j < R; ++j) {
+      const Code* const from = codes[j] + c / HELD_IN<Code>;
+      fetch<64>(from + ahead);
+      const auto right = Sums::load(from);
+      const float scale = read(scales[j] + block);
+      for (int i = 0; i < M; ++i) total[i][j] += Sums::add(Vector{}, x + i * d_in + c, right) * scale;
+    }
+  }
   for (; block * rows.block_in < d_in; ++block) {
     const int64_t end = std::min(d_in, (block + 1) * rows.block_in);
     Vector part[M][R] = {};
@@ -137,6 +168,77 @@ static inline void held_products(const typename Sums::X* x, const HeldRows<Code,
       float one = sum(total[i][j]);
       // Only the last block ends within a step.
       for (int64_t k = c; k < d_in; ++k) one += read(x + i * d_in + k) * read_at(codes[j], k) * read(scales[j] + block - 1);
+      to[i * to_row + j] = one;
+    }
+  }
+}
+
+// More rows of x than a tile has: what they are multiplied by is widened once for all, some steps at a time, which stay in
+// the nearest cache.
+constexpr int64_t TALL = 16, STEPS = 8;
+
+// sums (M, R) += x (M, steps) @ wide (R, steps)^T; each step is scaled by itself where there are scales.
+template <int M, int R, typename Sums, typename Wide>
+static inline void add_wide(const typename Sums::X* x, int64_t d_in, int64_t steps, const Wide (*wide)[R],
+                            const float (*scales)[R], Vector (*sums)[R]) {
+  Vector own[M][R];
+  for (int i = 0; i < M; ++i)
+    for (int j = 0; j < R; ++j) own[i][j] = sums[i][j];
+  if (scales)
+    for (int64_t s = 0; s < steps; ++s)
+      for (int j = 0; j < R; ++j)
+        for (int i = 0; i < M; ++i)
+          own[i][j] += Sums::add(Vector{}, x + i * d_in + s * Sums::STEP, wide[s][j]) * scales[s][j];
+  else
+    for (int64_t s = 0; s < steps; ++s)
+      for (int j = 0; j < R; ++j)
+        for (int i = 0; i < M; ++i) own[i][j] = Sums::add(own[i][j], x + i * d_in + s * Sums::STEP, wide[s][j]);
+  for (int i = 0; i < M; ++i)
+    for (int j = 0; j < R; ++j) sums[i][j] = own[i][j];
+}
+
+// to (m, R) = x (m, d_in) @ rows (R, d_in)^T, m at most TALL; each sum in the order of `held_products`.
+template <int R, typename Sums, typename Code, typename Scale>
+static inline void tall_products(const typename Sums::X* x, int64_t m, const HeldRows<Code, Scale>& rows, float* to,
+                                 int64_t to_row) {
+  const int64_t d_in = rows.d_in, ahead = 2 * DOTS * (d_in / HELD_IN<Code>);
+  const bool by_step = rows.block_in == Sums::STEP;
+  Vector total[TALL][R] = {}, part[TALL][R] = {};
+  decltype(Sums::load(rows.codes)) wide[STEPS][R];
+  float scales[STEPS][R];
+  int64_t c = 0, block = 0;
+  while (c + Sums::STEP <= d_in) {
+    const int64_t end = by_step ? d_in : std::min(d_in, (block + 1) * rows.block_in);
+    const int64_t steps = std::min(STEPS, (end - c) / Sums::STEP);
+    for (int j = 0; j < R; ++j) {
+      const Code* const from = rows.row(j) + c / HELD_IN<Code>;
+      for (int64_t s = 0; s < steps; ++s) {
+        fetch<64>(from + s * Sums::STEP / HELD_IN<Code> + ahead);
+        wide[s][j] = Sums::load(from + s * Sums::STEP / HELD_IN<Code>);
+        if (by_step) scales[s][j] = read(rows.scales_of(j) + block + s);
+      }
+    }
+    by_rows(m, [&](auto height, int64_t i) {
+      add_wide<height, R, Sums>(x + i * d_in + c, d_in, steps, wide, by_step ? scales : nullptr,
+                                (by_step ? total : part) + i);
+    });
+    c += steps * Sums::STEP;
+    if (by_step) {
+      block += steps;
+    } else if (c + Sums::STEP > end) {
+      for (int j = 0; j < R; ++j) {
+        const float scale = read(rows.scales_of(j) + block);
+        for (int64_t i = 0; i < m; ++i) total[i][j] += part[i][j] * scale, part[i][j] = Vector{};
+      }
+      ++block;
+    }
+  }
+  const int64_t last = blocks_of(d_in, rows.block_in) - 1;
+  for (int64_t i = 0; i < m; ++i) {
+    for (int j = 0; j < R; ++j) {
+      float one = sum(total[i][j]);
+      for (int64_t k = c; k < d_in; ++k)
+        one += read(x + i * d_in + k) * read_at(rows.row(j), k) * read(rows.scales_of(j) + last);
       to[i * to_row + j] = one;
     }
   }
@@ -164,8 +266,14 @@ static void multiply_held(const QuantizedProduct& p, Pool& pool) {
                                static_cast<const Scale*>(p.scale) + g * scales, task % chunks * count, p.d_in,
                                p.block_out, p.block_in};
     const auto multiply = [&](auto width) {
-      by_rows(starts[g + 1] - starts[g], [&](auto height, int64_t row) {
-        const int64_t i = starts[g] + row;
+      int64_t start = starts[g];
+      while (starts[g + 1] - start >= Sums::TALL_FROM) {
+        const int64_t m = std::min(TALL, starts[g + 1] - start);
+        tall_products<width, Sums>(x + start * p.d_in, m, rows, p.result + start * p.d_out + rows.first, p.d_out);
+        start += m;
+      }
+      by_rows(starts[g + 1] - start, [&](auto height, int64_t row) {
+        const int64_t i = start + row;
         held_products<height, width, Sums>(x + i * p.d_in, rows, p.result + i * p.d_out + rows.first, p.d_out);
       });
       rows.first += width;

@@ -30,6 +30,7 @@ template <typename Code>
 struct InDots {
   typedef BFloat16 X;
   static constexpr int64_t STEP = 32;
+  static constexpr int64_t TALL_FROM = NEVER;
   static __m512i load(const Code* codes) { return bfloats(codes); }
   static Vector add(Vector sums, const BFloat16* x, __m512i right) {
     return (Vector)add_dots((__m512)sums, load_halves(x), right);
