@@ -212,6 +212,14 @@ def test_rows_in_reports_of_their_own_are_recorded_in_one_table(tmp_path, monkey
         "real_a,5.0e-01,2.0x,equal",
         "real_b,5.0e-01,2.0x,equal",
     ]
+    # A later report of one of them leaves the other as it was.
+    files[1].write_text(files[1].read_text().replace("0.5", "0.25"))
+    monkeypatch.setattr("sys.argv", ["record_proof", str(files[1])])
+    script["main"]()
+    assert (tmp_path / "proof_real.csv").read_text().splitlines()[1:] == [
+        "real_a,5.0e-01,2.0x,equal",
+        "real_b,2.5e-01,2.0x,equal",
+    ]
 
 
 @pytest.mark.parametrize("name", ["no such row", "b"])

@@ -2,14 +2,15 @@
 
 `make parity ARGS="--full --report build/proof.json"` makes a run, and
 `python tools/record_proof.py build/proof.json` keeps it. With `--sizes real` in place of `--full`
-it is one of real sizes, which is kept in the second file. Rows may be in reports of their own.
+it is one of real sizes, which is kept in the second file. Rows may be in reports of their own: a
+variant that no report has keeps its row.
 """
 
 from __future__ import annotations
 
+import argparse
 import csv
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -45,23 +46,36 @@ def row(variant: dict[str, Any]) -> dict[str, str]:
 
 
 def main() -> None:
-    """Write the table of the reports that are named on the command line."""
+    """Write the rows of the reports that are named on the command line into their table."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("reports", nargs="+", type=Path, help="reports of flax-attn parity")
     rows = []
-    for name in sys.argv[1:]:
-        report = json.loads(Path(name).read_text())
+    for path in parser.parse_args().reports:
+        report = json.loads(path.read_text())
         rows += map(row, report["variants"])
     write(rows)
 
 
+def kept(page: Path) -> list[dict[str, str]]:
+    """Return the rows of a table, with `-` for the columns that it leaves out."""
+    if not page.exists():
+        return []
+    names = ("variant", *CHECKS, "margin", "verdict")
+    with page.open(newline="") as file:
+        return [dict.fromkeys(names, "-") | one for one in csv.DictReader(file)]
+
+
 def write(rows: Sequence[dict[str, str]]) -> None:
-    """Write the table of these variants, which are all of one kind."""
-    first = rows[0]
-    # A check that no variant has is no column.
-    columns = [name for name in first if any(one[name] != "-" for one in rows)]
+    """Write the rows of these variants, which are all of one kind, into their table."""
     name = "proof.csv"
-    if first["variant"].startswith("real_"):
+    if rows[0]["variant"].startswith("real_"):
         name = "proof_real.csv"
     page = DOCS / name
+    table = {one["variant"]: one for one in kept(page)}
+    table |= {one["variant"]: one for one in rows}
+    rows = list(table.values())
+    # A check that no variant has is no column.
+    columns = [name for name in rows[0] if any(one[name] != "-" for one in rows)]
     # The writer ends the lines itself.
     with page.open("w", newline="") as file:
         writer = csv.DictWriter(file, columns, extrasaction="ignore", lineterminator="\n")

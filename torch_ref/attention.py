@@ -91,6 +91,18 @@ def dot_product_attention(
             `flax_attn`.
         backend: `"auto"` or `"reference"`, which are the same here.
 
+    Returns:
+        `(b, t, n, v)`, without `b` for unbatched inputs; `attend` also returns the weights. A row
+        that may see nothing gives zeros with zero gradient. A number in query, key or value that is
+        not finite only makes the rows NaN that may see it.
+
+    Raises:
+        ValueError: if an argument is no tensor or number, if shapes, dtypes, mask or bias do not
+            fit one another, if a causal mask has no offset although t != s, or if the backend is
+            unknown.
+        TypeError: for an argument that it does not have; those of other libraries are named with
+            what to pass instead.
+
     Example:
         >>> import torch
         >>> x = torch.ones((2, 5, 4, 8))
