@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -209,8 +210,10 @@ def report_on(
             notes.append(f"{LOCATING}: {left_out[LOCATING]}")
         elif locate and differs:
             watch(LOCATING)
-            difference = _located(pair, notes, found)
-        planted = _planted(pair, checks, found, notes, mutants)
+            with _promotion(pair):
+                difference = _located(pair, notes, found)
+        with _promotion(pair):
+            planted = _planted(pair, checks, found, notes, mutants)
         return Report(
             name=name,
             checks=found,
@@ -237,6 +240,13 @@ def _planted(
         notes.append("no mutants were planted: a check fails on the modules as they are")
         return None
     return plant(pair, names, count)
+
+
+def _promotion(pair: Pair) -> AbstractContextManager[Any]:
+    """Return the promotion of dtypes that the JAX module has been judged with."""
+    if getattr(pair.flax, "mixes_dtypes", False):
+        return jax.numpy_dtype_promotion("standard")
+    return nullcontext()
 
 
 def _both(first: Callable[[str], None], second: Callable[[str], None]) -> Callable[[str], None]:

@@ -20,3 +20,21 @@ def test_a_module_that_mixes_dtypes_is_judged_with_the_default_of_jax(setting):
     assert report.check("running statistics").ran
     said = [note for note in report.notes if "numpy_dtype_promotion=strict refuses" in note]
     assert bool(said) == (setting == "strict")
+
+
+def mixed(x):
+    # float64 and float32, of which strict makes no sum.
+    return 1.5 * jax.numpy.tanh(x) + jax.numpy.ones(3, "float32")
+
+
+def mixed_in_torch(x):
+    return 1.25 * torch.tanh(x) + torch.ones(3, dtype=torch.float32)
+
+
+def test_a_module_that_mixes_dtypes_is_located_with_the_default_of_jax():
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("allow"):
+        report = compare(mixed, mixed_in_torch, [(5, 3)], checks=["forward"])
+    assert not report.passed
+    assert report.difference is not None, report.notes
+    (found,) = report.difference.hypotheses
+    assert (found.flax.value, found.torch.value) == ("1.5", "1.25"), found
