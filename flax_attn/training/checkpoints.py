@@ -304,6 +304,7 @@ def _drop_abandoned_reads() -> None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)  # coroutines that nobody awaited
+            # They refer to one another, so that nothing but a collection frees them.
             gc.collect()
     finally:
         log.disabled = before
