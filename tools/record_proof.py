@@ -61,8 +61,13 @@ def kept(page: Path) -> list[dict[str, str]]:
     if not page.exists():
         return []
     names = ("variant", *CHECKS, "margin", "verdict")
+    rows = []
     with page.open(newline="") as file:
-        return [dict.fromkeys(names, "-") | one for one in csv.DictReader(file)]
+        for one in csv.DictReader(file):
+            whole: dict[str, str] = dict.fromkeys(names, "-")
+            whole.update(one)
+            rows.append(whole)
+    return rows
 
 
 def write(rows: Sequence[dict[str, str]]) -> None:
@@ -71,17 +76,22 @@ def write(rows: Sequence[dict[str, str]]) -> None:
     if rows[0]["variant"].startswith("real_"):
         name = "proof_real.csv"
     page = DOCS / name
-    table = {one["variant"]: one for one in kept(page)}
-    table |= {one["variant"]: one for one in rows}
-    rows = list(table.values())
+    # What is recorded now replaces what was.
+    table = {}
+    for one in (*kept(page), *rows):
+        table[one["variant"]] = one
     # A check that no variant has is no column.
-    columns = [name for name in rows[0] if any(one[name] != "-" for one in rows)]
+    columns = []
+    for column in rows[0]:
+        values = {one[column] for one in table.values()}
+        if values != {"-"}:
+            columns.append(column)
     # The writer ends the lines itself.
     with page.open("w", newline="") as file:
         writer = csv.DictWriter(file, columns, extrasaction="ignore", lineterminator="\n")
         writer.writeheader()
-        writer.writerows(rows)
-    print(f"{page}: {len(rows)} variants")
+        writer.writerows(table.values())
+    print(f"{page}: {len(table)} variants")
 
 
 if __name__ == "__main__":
