@@ -39,6 +39,14 @@ def _reused(make):
 _check_types = beartype(conf=BeartypeConf(violation_type=jaxtyping.TypeCheckError))
 
 
+_OF_JAXTYPING = {
+    "__name__": "jaxtyping",
+    "jaxtyping": jaxtyping,
+    "push_shape_memo": push_shape_memo,
+    "pop_shape_memo": pop_shape_memo,
+}
+
+
 def _checked(function):
     """Check shapes and types of a call: each axis has one size in it.
 
@@ -59,7 +67,6 @@ def _checked(function):
     }
     checked = _check_types(typed)
 
-    @functools.wraps(function)
     def call(*args, **kwargs):
         if jaxtyping.config.jaxtyping_disable:
             return function(*args, **kwargs)
@@ -69,9 +76,10 @@ def _checked(function):
         finally:
             pop_shape_memo()
 
-    # The judge names the lines of a module under test, and takes those of jaxtyping for none.
-    call.__code__ = call.__code__.replace(co_filename=jaxtyping.__file__)
-    return call
+    # Reports name the lines of users, and take those of jaxtyping for none.
+    code = call.__code__.replace(co_filename=jaxtyping.__file__)
+    own = FunctionType(code, _OF_JAXTYPING, call.__name__, None, call.__closure__)
+    return functools.update_wrapper(own, function)
 
 
 def _jaxtyped(*, typechecker, _original=jaxtyping.jaxtyped):
