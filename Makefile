@@ -14,8 +14,8 @@ NEWEST_PYTHON ?= $(shell for python in python3.13 python3.14 python3.12 $$HOME/.
 NATIVE := setup.py $(wildcard flax_attn/native/source/*)
 
 # What another JAX or Flax can break: whatever uses their interfaces. The arithmetic is proven by make against. Left out are what
-# reads files alone (test_edited_configs.py) and what takes half of the time to use what the others use (test_stack.py,
-# test_turns.py, and the models on meshes).
+# reads files alone (test_edited_configs.py) and what takes longest to use what the others use (test_stack.py, test_turns.py,
+# and the models on meshes).
 NEWEST_TESTS := $(addprefix tests/backends/test_, choose.py cudnn.py splash.py tokamax.py dense.py) \
 	$(addprefix tests/modules/test_, cache.py linen_bridge.py state.py transforms.py) \
 	$(addprefix tests/sharding/test_, generate.py parameters.py pretrained.py) \

@@ -37,8 +37,7 @@ def _reused(make):
 
 # As jaxtyping raises it: a TypeError.
 _check_types = beartype(conf=BeartypeConf(violation_type=jaxtyping.TypeCheckError))
-
-
+# Globals of the wrapper of each function.
 _OF_JAXTYPING = {
     "__name__": "jaxtyping",
     "jaxtyping": jaxtyping,
