@@ -20,6 +20,7 @@ NEWEST_TESTS := $(addprefix tests/backends/test_, choose.py cudnn.py splash.py t
 	$(addprefix tests/modules/test_, cache.py linen_bridge.py state.py transforms.py) \
 	$(addprefix tests/sharding/test_, generate.py parameters.py pretrained.py) \
 	$(filter-out $(addprefix %/test_, edited_configs.py stack.py turns.py),$(wildcard tests/models/test_*.py)) tests/training \
+	tests/backends/test_fused.py::test_functions_of_scores_with_the_gradients_of_what_they_capture \
 	$(filter-out tests/test_types.py,$(wildcard tests/test_*.py))  # types are checked once, by make test
 
 # What is compiled once is kept: the same small programs come up in the proof and in many tests.

@@ -122,15 +122,19 @@ class Halves:
     def _inside_function(self) -> Callable[..., Array]:
         # What is between stands in the place of the captured arrays, unless it is an index itself.
         indices = self._jaxpr.invars[self.first :]
-        constants = [x for x in self.between if x not in indices]
-        part = self._jaxpr.replace(constvars=constants, eqns=self._inside)
-        return partial(self._run_inside, part, indices)
+        captured = [x for x in self.between if x not in indices]
+        # As arguments: from JAX 0.11 on a program that is changed has no constants.
+        invars = [*captured, *self._jaxpr.invars]
+        part = self._jaxpr.replace(constvars=(), invars=invars, eqns=self._inside)
+        return partial(self._run_inside, part, captured, indices)
 
-    def _run_inside(self, part: Any, indices: Sequence[Any], *numbers: Array) -> Array:
+    def _run_inside(
+        self, part: Any, captured: Sequence[Any], indices: Sequence[Any], *numbers: Array
+    ) -> Array:
         scores, between = numbers[: self.first], numbers[self.first :]
         found = dict(zip(self.between, between, strict=True))
         given = [found[x] if x in found else jnp.int32(0) for x in indices]
-        return _run(part, [found[x] for x in part.constvars], *scores, *given)
+        return _run(part, [], *(found[x] for x in captured), *scores, *given)
 
 
 def in_memory(x: Array) -> Array:
