@@ -90,7 +90,12 @@ def over_nothing(rows: int, width: int, dtype: jnp.dtype) -> Sums:
 
 
 def softmax_step(
-    done: Sums, masked: Scores, value: Float[Array, "s v"], dot: Dot, factors: Scores | None = None
+    done: Sums,
+    masked: Scores,
+    value: Float[Array, "s v"],
+    dot: Dot,
+    factors: Scores | None = None,
+    exp: Callable[[Array], Array] = jnp.exp,
 ) -> Sums:
     """Return the sums over the keys of `done` and those of a tile.
 
@@ -99,10 +104,12 @@ def softmax_step(
         output' = output exp(top - top') + (e factors) value
 
     A row of which the tile is hidden keeps its bits. `factors` are those of dropout, or None.
+    `exp` is the function that takes e to a power.
     """
-    top = jnp.maximum(done.top, masked.max(axis=-1, keepdims=True))
-    exps = jnp.exp(masked - top)
-    shrink = jnp.exp(done.top - top)
+    highest = masked.max(axis=-1, keepdims=True)
+    top = jnp.maximum(done.top, highest)
+    exps = exp(masked - top)
+    shrink = exp(done.top - top)
     return Sums(
         output=done.output * shrink + dot(times(exps, factors), value),
         top=top,
@@ -134,7 +141,7 @@ def dropout_factors(
 def score_gradients(
     weights: Scores,
     d_weights: Scores,
-    delta: Float[Array, "*b t 1"],
+    delta: Float[Array, "*#b #t #s"],
     capped: Scores,
     soft_cap: float | None = None,
     pull: Pull | None = None,
@@ -149,7 +156,8 @@ def score_gradients(
         weights: weights of the softmax before dropout, 0 where hidden. Where they are not divided
             by the sum of their row, the next two are.
         d_weights: gradient of the weights.
-        delta: sum of `weights * d_weights` over all keys of a row.
+        delta: sum of `weights * d_weights` over all keys of a row, as a column, or as a row where
+            each column is a query.
         capped: scores after the soft cap.
         soft_cap: bound of the scores, or None.
         pull: function from the scores after the cap, and the gradient of what the function of

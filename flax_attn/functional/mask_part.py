@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -124,7 +124,12 @@ class IntervalPart(MaskPart):
 
     A kind of interval is a dataclass with one method, `interval`; all else is derived from it here.
     Its fields are None, integers, or arrays of one integer or one a row of the batch.
+
+    Attributes:
+        from_first: whether the interval of every query begins at the first key.
     """
+
+    from_first: ClassVar[bool] = False
 
     @property
     def axes(self):

@@ -64,6 +64,8 @@ class Positioned(MaskPart):
 class Causal(Positioned, IntervalPart):
     """Key `j` is seen from position `p` when `j <= p`."""
 
+    from_first = True
+
     def interval(self, i):
         return 0, self.position(i)
 
@@ -88,6 +90,8 @@ class Window(Positioned, IntervalPart):
 class Prefix(Positioned, IntervalPart):
     """Key `j` is seen from position `p` when `j <= p` or `j < length`."""
 
+    from_first = True
+
     length: Count
 
     def interval(self, i):
@@ -97,6 +101,8 @@ class Prefix(Positioned, IntervalPart):
 @dataclass(frozen=True)
 class Lengths(IntervalPart):
     """Query `i` sees key `j` when `i < query` and `j < key`; None is unbounded."""
+
+    from_first = True
 
     query: Count | None = None
     key: Count | None = None

@@ -15,7 +15,7 @@ from flax_attn import Mask, dot_product_attention
 from flax_attn.backends import fused
 from flax_attn.backends.call import prepare
 from flax_attn.backends.choose import refusal
-from flax_attn.backends.fused import interpreted
+from flax_attn.backends.fused import gpu, interpreted
 from flax_attn.functional.dropout import KeyedDropout
 from flax_attn.parity import tolerance
 
@@ -118,6 +118,24 @@ def test_functions_of_scores_with_the_gradients_of_what_they_capture(platform, n
 
     errors = tolerance.reordered(gradients("fused"), gradients("blocked"))
     assert max(errors.values()) <= 1, errors
+
+
+@pytest.mark.parametrize("size", [5, gpu.PARTS * gpu.AT_ONCE + 3])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_one_number_that_is_not_finite_is_found(size, value):
+    x = jnp.ones(size, jnp.bfloat16)
+    assert gpu.finite([x, x[:2]], interpret=True).all()
+    assert not gpu.finite([x[:2], x.at[-1].set(value)], interpret=True).all()
+
+
+def test_the_loops_for_finite_numbers_compute_the_same_bits(on):
+    on("gpu")
+    arrays = draw(2, T, N, 8), draw(2, S, 2, 8, seed=1), draw(2, S, 2, 8, seed=2)
+    attend = partial(dot_product_attention, mask=Mask.causal(S - T), backend="fused")
+    query, key, value = arrays
+    other = attend(query, key.at[0, 3, 0, 0].set(jnp.nan), value)
+    np.testing.assert_array_equal(other[1], attend(*arrays)[1])
+    assert np.isnan(other[0]).any()
 
 
 # What differs by head and not by query, for few queries of which a tile holds all heads of a group.

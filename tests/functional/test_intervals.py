@@ -119,6 +119,21 @@ def test_what_it_hides_is_skipped(name, start):
             assert found.stop - found.start < S // 2 + 100
 
 
+BEGIN_AT_0 = {
+    "causal": Mask.causal(5),
+    "prefix": Mask.prefix(3, 2),
+    "lengths": Mask.lengths(query=4, key=6),
+}
+
+
+@pytest.mark.parametrize("name", BEGIN_AT_0)
+def test_what_is_said_to_begin_at_the_first_key_does(name):
+    (part,) = BEGIN_AT_0[name].parts
+    assert part.from_first
+    assert [part.interval(i)[0] for i in (0, 7, 100)] == [0, 0, 0]
+    assert not any(part.from_first for part, *_ in KINDS.values())
+
+
 def test_a_band_is_known_from_the_interval():
     assert mask_of("reach").split_band() == ((70, 99), Mask())
     for name in ("chunked", "widening", "reach, one a row", "chunked, an offset a row"):

@@ -123,7 +123,7 @@ class Fused(Backend):
         form = "tpu" if call.platform == "tpu" else "gpu"
         interpreted = _INTERPRETED.get()
         if interpreted is not None:
-            return Plan(form, interpreted.tiling, interpreted.tiling, interpret=True)
+            return Plan(form, *[interpreted.tiling] * 3, interpret=True)
         return Plan(form, *tilings(call), interpret=False)
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from types import ModuleType
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +28,8 @@ from flax_attn.backends.fused.scores import is_sink
 from flax_attn.backends.softmax import Softmax
 from flax_attn.functional.traced_score import TracedScore
 
+P = TypeVar("P", bound=Pass)
+
 
 class Plan(NamedTuple):
     """How a call is computed.
@@ -34,13 +37,15 @@ class Plan(NamedTuple):
     Args:
         form: `"gpu"` or `"tpu"`.
         forward: sizes of the tiles forward.
-        backward: sizes of the tiles backward.
+        backward: sizes of the tiles of the gradients of queries, and of arrays along the scores.
+        keys: sizes of the tiles of the gradients of keys and values.
         interpret: whether Pallas's interpreter computes it.
     """
 
     form: str
     forward: Tiling
     backward: Tiling
+    keys: Tiling
     interpret: bool
 
 
@@ -70,13 +75,13 @@ def forward(plan: Plan, call: Call, dtype: jnp.dtype) -> Softmax:
     one = Pass(call, plan.forward, _form(plan))
     if one.few and one.parts > 1:
         return _forward_in_parts(plan, one, dtype)
-    found = _run(plan, forward_kernel(one, dtype))
+    found = _run(plan, one, partial(forward_kernel, dtype=dtype))
     return Softmax(one.form.arrange(found["output"]), found["top"], found["total"])
 
 
 def _forward_in_parts(plan: Plan, one: Pass, dtype: jnp.dtype) -> Softmax:
-    parts = _run(plan, part_kernel(one))
-    found = _run(plan, merge_kernel(one, parts, dtype))
+    parts = _run(plan, one, part_kernel)
+    found = _launch(plan, merge_kernel(one, parts, dtype))
     output = one.form.arrange(found["output"])
     output = rearrange(output, "b (g t) k v -> b t (k g) v", g=one.group)
     return Softmax(output, _unpacked(found["top"], one.group), _unpacked(found["total"], one.group))
@@ -90,9 +95,10 @@ def backward(plan: Plan, call: Call, saved: Softmax, cotangent: Array) -> Floats
     """Return the gradients of a call."""
     form = _form(plan)
     delta = _delta(saved.output, cotangent)
-    one = BackwardPass(call, plan.backward, form, saved, delta, cotangent)
-    of_queries = _run(plan, query_kernel(one))
-    of_keys = _run(plan, key_kernel(one))
+    more = {"saved": saved, "delta": delta, "cotangent": cotangent}
+    one = BackwardPass(call, plan.backward, form, **more)
+    of_queries = _run(plan, one, query_kernel)
+    of_keys = _run(plan, replace(one, tiling=plan.keys), key_kernel)
     return Floats(
         query=form.arrange(of_queries["query"]),
         key=form.arrange(of_keys["key"]),
@@ -119,7 +125,7 @@ def _delta(output: Array, cotangent: Array) -> Float[Array, "b n t 1"]:
 
 def _added(plan: Plan, one: BackwardPass, name: str, like: Array) -> Array:
     # The gradient of an array that was broadcast along the scores.
-    (found,) = _run(plan, added_kernel(one, name)).values()
+    (found,) = _run(plan, one, partial(added_kernel, name=name)).values()
     axes = [axis for axis, size in enumerate(like.shape) if size == 1 and found.shape[axis] > 1]
     return found.sum(axis=tuple(axes), keepdims=True)
 
@@ -146,7 +152,24 @@ def _form(plan: Plan) -> ModuleType:
     return import_module(f"flax_attn.backends.fused.{plan.form}")
 
 
-def _run(plan: Plan, kernel: Kernel) -> dict[str, Array]:
+def _run(plan: Plan, one: P, make: Callable[[P], Kernel]) -> dict[str, Array]:
+    kernel = make(one)
+    if one.form.ASKS_IF_FINITE:
+        of_finite = make(replace(one, finite=True))
+        finite = one.form.finite(_judged(one.call), plan.interpret)
+        kernel = replace(kernel, finite=finite, of_finite=of_finite)
+    return _launch(plan, kernel)
+
+
+def _judged(call: Call) -> list[Array]:
+    # What has to be finite.
+    arrays = [call.query, call.key, call.value]
+    if call.sinks is not None:
+        arrays.append(jnp.where(is_sink(call.sinks), 0, jnp.nan))
+    return arrays
+
+
+def _launch(plan: Plan, kernel: Kernel) -> dict[str, Array]:
     # Numbers without a type have 32 bits in a kernel: a TPU has no others.
     with jax.enable_x64(False):
         return _form(plan).run(kernel, plan.interpret)

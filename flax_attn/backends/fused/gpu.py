@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial, reduce
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
-from jaxtyping import Array
+from jaxtyping import Array, Int32
 
 from flax_attn.backends.fused.kernel import Coordinates, Kernel, Operand, Read, Tiling
 
 # The axes of an array `(b, t, n, h)`, which is read as it is.
 QUERY_AXES = ("b", "t", "n", "h")
 KEY_AXES = ("b", "s", "k", "h")
+# Whether anything may stand in a tile beyond the last token: here zeros are read.
+READS_BEYOND = False
+# Whether a kernel has loops of its own for numbers that are all finite.
+ASKS_IF_FINITE = True
 LEAST = 16  # the smallest side of a product on tensor cores
+# The programs that ask whether numbers are finite, and how many numbers each asks at once.
+PARTS, AT_ONCE = 256, 4096
 
 
 def arrange(x: Array) -> Array:
@@ -46,18 +53,77 @@ def run(kernel: Kernel, interpret: bool) -> dict[str, Array]:
     return dict(zip(kernel.outputs, found, strict=True))
 
 
+def finite(arrays: Sequence[Array], interpret: bool) -> Int32[Array, " parts"]:
+    """Return 1 for each part of some arrays in which all numbers are finite, else 0.
+
+    It is one pass over memory, which costs less than to ask at each tile.
+    """
+    whole = pl.BlockSpec(memory_space=pl.ANY)
+    return pl.pallas_call(
+        _ask_if_finite,
+        grid=(PARTS,),
+        in_specs=[whole] * len(arrays),
+        out_specs=whole,
+        out_shape=jax.ShapeDtypeStruct((PARTS,), jnp.int32),
+        interpret=interpret,
+        name="attention_finite",
+    )(*(x.reshape(-1) for x in arrays))
+
+
+def _ask_if_finite(*refs: Any) -> None:
+    *arrays, result = refs
+    part = pl.program_id(0)
+    sums = jnp.zeros(AT_ONCE, jnp.float32)
+    for ref in arrays:
+        sums = _sums_of_zeros(ref, part, sums)
+    all_finite = sums.sum() == 0
+    triton.store(result.at[part], all_finite.astype(jnp.int32))
+
+
+def _sums_of_zeros(ref: Any, part: Any, sums: Array) -> Array:
+    # 0 * x is 0 or NaN.
+    turns = pl.cdiv(ref.shape[0], PARTS * AT_ONCE)
+    step = partial(_add_zeros, ref, part)
+    return lax.fori_loop(0, turns, step, sums)
+
+
+def _add_zeros(ref: Any, part: Any, turn: Any, sums: Array) -> Array:
+    start = (turn * PARTS + part) * AT_ONCE
+    index = lax.broadcasted_iota(jnp.int32, (AT_ONCE,), 0)
+    inside = start + index < ref.shape[0]
+    place = pl.ds(start, AT_ONCE)
+    x = triton.load(ref.at[place], mask=inside, other=0)
+    return sums + x.astype(jnp.float32) * 0
+
+
 def _arrays(kernel: Kernel) -> list[Array]:
     arrays = [operand.array for operand in kernel.inputs.values()]
-    return arrays if kernel.bounds is None else [*arrays, kernel.bounds]
+    more = kernel.bounds, kernel.finite
+    return [*arrays, *(x for x in more if x is not None)]
 
 
 def _program(kernel: Kernel, *refs: Any) -> None:
     at = {name: pl.program_id(axis) for axis, name in enumerate(kernel.grid)}
     known = kernel.coordinates(at)
-    tiles = _Program.of(kernel, refs).outputs(at, known)
+    tiles = _tiles(kernel, refs, at, known)
     results = refs[-len(kernel.outputs) :]
     for (name, operand), ref in zip(kernel.outputs.items(), results, strict=True):
         _store(ref, operand, known, kernel.tiling, tiles[name])
+
+
+def _tiles(kernel: Kernel, refs: tuple, at: Coordinates, known: Coordinates) -> dict[str, Array]:
+    program = _Program.of(kernel, refs)
+    if kernel.of_finite is None:
+        return program.outputs(at, known)
+    fast = _Program.of(kernel.of_finite, refs)
+    # The last input.
+    finite = refs[-len(kernel.outputs) - 1]
+    parts = triton.load(finite)
+    return lax.cond(
+        parts.min() > 0,
+        lambda: fast.outputs(at, known),
+        lambda: program.outputs(at, known),
+    )
 
 
 class _Program(NamedTuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from numbers import Real
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ from jaxtyping import Array
 from flax_attn.backends.fused import bounds
 from flax_attn.backends.fused.kernel import Coordinates, Kernel, Operand, Read, along, rows
 from flax_attn.backends.fused.passes import Pass
-from flax_attn.backends.fused.scores import SUMS, Rows, Tokens, tokens, weights, without_beyond
+from flax_attn.backends.fused.scores import SUMS, Rows, Tokens, weights, without_beyond
 from flax_attn.backends.softmax import Softmax
 
 
@@ -29,9 +29,9 @@ class BackwardPass(Pass):
         cotangent: gradient of the output.
     """
 
-    saved: Softmax
-    delta: Array
-    cotangent: Array
+    saved: Softmax = field(kw_only=True)
+    delta: Array = field(kw_only=True)
+    cotangent: Array = field(kw_only=True)
 
     @property
     def inputs(self) -> dict[str, Operand]:
@@ -39,7 +39,8 @@ class BackwardPass(Pass):
         return super().inputs | {
             "cotangent": Operand(self.form.arrange(self.cotangent), self.form.QUERY_AXES),
             "top": rows(self.saved.top),
-            "total": rows(self.saved.total),
+            # Divided once for a row, and not for each score.
+            "share": rows(1 / jnp.where(self.saved.total == 0, 1, self.saved.total)),
             "delta": rows(self.delta),
         }
 
@@ -62,9 +63,15 @@ class BackwardPass(Pass):
     def rows(self, read: Read, at: Coordinates) -> Rows:
         """Return what a tile reads of its queries."""
         first = at["t"] * self.tiling.t
-        cotangent = without_beyond(read("cotangent"), first, self.call.shape[2])
-        columns = (read(name) for name in ("top", "total", "delta"))
+        cotangent = read("cotangent")
+        if self.form.READS_BEYOND:
+            cotangent = without_beyond(cotangent, first, self.call.shape[2])
+        columns = (read(name) for name in ("top", "share", "delta"))
         return Rows(self.query(read), cotangent, *columns)
+
+    def keys(self, read: Read, at: Coordinates) -> tuple[Tokens, Tokens]:
+        """Return the keys and values of a tile."""
+        return self.scores.tokens(read("key")), self.scores.tokens(read("value"))
 
 
 def query_kernel(one: BackwardPass) -> Kernel:
@@ -97,7 +104,7 @@ def _begin_query(one: BackwardPass) -> tuple[Array, Array]:
 
 
 def _step_query(one: BackwardPass, read: Read, at: Coordinates, own: Rows, sums: Any) -> Any:
-    key, value = _read_keys(read, at)
+    key, value = one.keys(read, at)
     found = weights(one.scores, read, at, own, key, value)
     d_query, d_scale = sums
     if one.has_scale:
@@ -110,7 +117,7 @@ def _finish_query(
 ) -> dict[str, Array]:
     d_query, d_scale = sums
     d_query = one.scores.scaled(read, d_query)
-    found = {"query": jnp.where(own.query.finite, d_query, 0)}
+    found = {"query": own.query.only_finite(d_query)}
     return found | {"scale": d_scale} if one.has_scale else found
 
 
@@ -131,9 +138,9 @@ def key_kernel(one: BackwardPass) -> Kernel:
         outer="s",
         group=one.group,
         begin=partial(_begin_keys, one),
-        fixed=_read_keys,
+        fixed=one.keys,
         step=partial(_step_keys, one),
-        finish=_finish_keys,
+        finish=partial(_finish_keys, one),
     )
 
 
@@ -145,23 +152,22 @@ def _begin_keys(one: BackwardPass) -> tuple[Array, Array]:
     return d_key, d_value
 
 
-def _read_keys(read: Read, at: Coordinates) -> tuple[Tokens, Tokens]:
-    return tokens(read("key")), tokens(read("value"))
-
-
 def _step_keys(one: BackwardPass, read: Read, at: Coordinates, keys: Any, sums: Any) -> Any:
     own = one.rows(read, at)
-    found = weights(one.scores, read, at, own, *keys)
+    scores = replace(one.scores, turned=True)
+    found = weights(scores, read, at, own, *keys)
     d_key, d_value = sums
-    d_scores = one.scores.scaled(read, found.d_scores)
-    d_key = d_key + one.scores.dot(d_scores.T, own.query.numbers)
-    return d_key, d_value + one.scores.dot(found.dropped.T, own.cotangent)
+    d_key = d_key + scores.dot(found.d_scores, own.query.numbers)
+    return d_key, d_value + scores.dot(found.dropped, own.cotangent)
 
 
-def _finish_keys(read: Read, at: Coordinates, keys: Any, sums: Any) -> dict[str, Array]:
+def _finish_keys(
+    one: BackwardPass, read: Read, at: Coordinates, keys: Any, sums: Any
+) -> dict[str, Array]:
     key, value = keys
     d_key, d_value = sums
-    return {"key": jnp.where(key.finite, d_key, 0), "value": jnp.where(value.finite, d_value, 0)}
+    d_key = one.scores.scaled(read, d_key)
+    return {"key": key.only_finite(d_key), "value": value.only_finite(d_value)}
 
 
 def added_kernel(one: BackwardPass, name: str) -> Kernel:
@@ -253,7 +259,7 @@ def _step_added(
     fixed: None,
     sums: Array,
 ) -> Array:
-    keys = _read_keys(read, at)
+    keys = one.keys(read, at)
     tile = one.scores, read, at, one.rows(read, at), *keys
     if name == "bias":
         return sums + _summed_to(block, weights(*tile).d_scores)

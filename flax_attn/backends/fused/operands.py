@@ -37,6 +37,12 @@ def apart(mask: Mask) -> list[MaskPart]:
     return [part for part in flat(mask).parts if not isinstance(part, IntervalPart)]
 
 
+def hides_before(mask: Mask) -> bool:
+    """Return whether an interval of a mask may hide keys before its first."""
+    intervals = (part for part in flat(mask).parts if isinstance(part, IntervalPart))
+    return not all(part.from_first for part in intervals)
+
+
 def score_halves(call: Call) -> Halves | None:
     """Return the function of scores of a call in two halves, or None."""
     return None if call.score is None else Halves(call.score.function, 1)
@@ -85,11 +91,16 @@ def packed(x: Array, k: int, group: int, t: int) -> Array:
 
 def _mask(call: Call) -> dict[str, Array]:
     # All intervals together are one, from a first key to before a last, for each query.
-    (start, stop), _ = flat(call.mask).split_intervals(*call.shape[2:])
-    found = {"start": start[:, None, :, None], "stop": stop[:, None, :, None]}
+    _, _, t, s = call.shape
+    intervals, _ = flat(call.mask).split_intervals(t, s)
+    start, stop = (limit[:, None, :, None] for limit in intervals)
+    found = {"stop": stop}
+    if hides_before(call.mask):
+        found["start"] = start
     for index, part in enumerate(apart(call.mask)):
-        own = _arrays(part, *call.shape[2:])
-        found |= {f"{name} {index}": array for name, array in own.items()}
+        own = _arrays(part, t, s)
+        named = {f"{name} {index}": array for name, array in own.items()}
+        found |= named
     return found
 
 

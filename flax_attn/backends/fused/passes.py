@@ -17,7 +17,7 @@ from flax_attn.backends.call import Call
 from flax_attn.backends.fused import bounds
 from flax_attn.backends.fused.kernel import Coordinates, Kernel, Operand, Read, Tiling, along, rows
 from flax_attn.backends.fused.operands import operands, packed
-from flax_attn.backends.fused.scores import SUMS, Scores, Tokens, is_sink, keys_nan, tokens
+from flax_attn.backends.fused.scores import SUMS, Scores, Tokens, exp, is_sink
 from flax_attn.backends.softmax import Sums
 
 # Sums of a part of the keys: an array of a part for each head.
@@ -33,11 +33,13 @@ class Pass:
         call: call.
         tiling: sizes of the tiles.
         form: module that runs the kernels on a kind of chip.
+        finite: whether queries, keys, values and sinks are known to be finite.
     """
 
     call: Call
     tiling: Tiling
     form: ModuleType
+    finite: bool = False
 
     @property
     def group(self) -> int:
@@ -58,7 +60,7 @@ class Pass:
     @property
     def scores(self) -> Scores:
         """What all tiles compute."""
-        return Scores(self.call, self.tiling, self.call.shape[2])
+        return Scores(self.call, self.tiling, self.call.shape[2], self.finite)
 
     @property
     def inputs(self) -> dict[str, Operand]:
@@ -71,7 +73,7 @@ class Pass:
 
     def query(self, read: Read) -> Tokens:
         """Return the queries of a tile; none is finite where the sink of its head is not."""
-        found = tokens(read("query"))
+        found = self.scores.tokens(read("query"))
         return found if self.call.sinks is None else found.where(is_sink(read("sinks")))
 
     def result(self, like: Any, axes: tuple) -> Operand:
@@ -203,11 +205,11 @@ def _begin(one: Pass) -> Sums:
 
 
 def _step(scores: Scores, read: Read, at: Coordinates, query: Tokens, done: Sums) -> Sums:
-    key, value = tokens(read("key")), tokens(read("value"))
-    nan = keys_nan(key, value)
-    products = scores.products(query, key)
-    masked = scores.tile(read, at, products, (query.nan, nan)).masked
-    return tile.softmax_step(done, masked, value.numbers, scores.dot, scores.factors(read))
+    key, value = scores.tokens(read("key")), scores.tokens(read("value"))
+    products = scores.products(query.numbers, key.numbers)
+    masked = scores.tile(read, at, products, query, key, value).masked
+    factors = scores.factors(read)
+    return tile.softmax_step(done, masked, value.numbers, scores.dot, factors, exp)
 
 
 def _finish(call: Call, read: Read, at: Coordinates, fixed: Any, done: Sums) -> dict[str, Array]:

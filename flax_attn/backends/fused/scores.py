@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial, reduce
@@ -18,7 +19,7 @@ from flax_attn.backends import tile
 from flax_attn.backends.call import Call
 from flax_attn.backends.fused.functions import Halves
 from flax_attn.backends.fused.kernel import Coordinates, Read, Tiling
-from flax_attn.backends.fused.operands import apart, score_halves, words
+from flax_attn.backends.fused.operands import apart, hides_before, score_halves, words
 from flax_attn.functional.mask_function import Where
 from flax_attn.functional.mask_part import MaskPart
 from flax_attn.functional.mask_parts import Segments
@@ -32,20 +33,29 @@ class Tokens(NamedTuple):
     Args:
         numbers: numbers, with zeros for tokens that are not finite. Beyond the last token of the
             call any finite numbers may stand: no row sees them.
-        finite: which tokens are finite, `(tokens, 1)`.
+        finite: which tokens are finite, `(tokens, 1)`; None where all are known to be.
     """
 
     numbers: Array
-    finite: Array
-
-    @property
-    def nan(self) -> Array:
-        """NaN for tokens that are not finite, else 0, `(tokens, 1)`."""
-        return jnp.where(self.finite, 0, jnp.nan).astype(SUMS)
+    finite: Array | None
 
     def where(self, condition: Array) -> Tokens:
         """Return the tokens with those that do not meet a condition as not finite."""
+        if self.finite is None:
+            return self
         return Tokens(_select(condition, self.numbers), self.finite & condition)
+
+    def only_finite(self, x: Array) -> Array:
+        """Return numbers of the tokens, with zeros for tokens that are not finite."""
+        return x if self.finite is None else jnp.where(self.finite, x, 0)
+
+
+def exp(x: Array) -> Array:
+    """Return e to the power of numbers, as a chip has it: by its power of 2.
+
+    Its relative error is that of x: 1e-6 for a weight of e^-16.
+    """
+    return jnp.exp2(x * math.log2(math.e))
 
 
 def is_sink(sinks: Array) -> Array:
@@ -53,11 +63,8 @@ def is_sink(sinks: Array) -> Array:
     return sinks < jnp.inf
 
 
-def tokens(x: Array) -> Tokens:
-    """Return the tokens of a tile."""
-    # 0 * x is 0 or NaN.
-    finite = (x.astype(SUMS) * 0).sum(axis=1, keepdims=True) == 0
-    return Tokens(_select(finite, x), finite)
+def _nan_unless(finite: Array) -> Array:
+    return jnp.where(finite, 0, jnp.nan).astype(SUMS)
 
 
 def without_beyond(x: Array, first: Any, count: int) -> Array:
@@ -78,11 +85,34 @@ class Scores:
         call: call, whose arrays the kernel reads through operands.
         tiling: sizes of the tiles.
         count: number of queries of a head.
+        finite: whether queries, keys, values and sinks are known to be finite. What is read of
+            them then goes to the products as it is, which a chip does ahead.
+        turned: whether a tile is `(s, t)`, with a row for each key. Sums over queries are products
+            with such a tile as it is: to transpose it would take time on a chip, and some compilers
+            transpose each operation that led to it instead.
     """
 
     call: Call
     tiling: Tiling
     count: int
+    finite: bool = False
+    turned: bool = False
+
+    def tokens(self, x: Array) -> Tokens:
+        """Return the tokens of a tile."""
+        if self.finite:
+            return Tokens(x, None)
+        # 0 * x is 0 or NaN.
+        finite = (x.astype(SUMS) * 0).sum(axis=1, keepdims=True) == 0
+        return Tokens(_select(finite, x), finite)
+
+    def oriented(self, x: Array) -> Array:
+        """Return what is `(t, s)`, `(t, 1)` or `(1, s)` as a tile has it."""
+        return x.T if self.turned and x.size > 1 else x
+
+    def reader(self, read: Read) -> Read:
+        """Return the function that reads what lies along the scores as a tile has it."""
+        return lambda name: self.oriented(read(name))
 
     def dot(self, a: Array, b: Array) -> Array:
         """Return `a @ b`, of which b has the dtype that products read."""
@@ -96,9 +126,11 @@ class Scores:
         options: Any = {"precision": self.call.precision, "preferred_element_type": SUMS}
         return lax.dot_general(a, b, (axes, ((), ())), **options)
 
-    def products(self, query: Tokens, key: Tokens) -> Array:
-        """Return the products of a tile, before they are scaled."""
-        return self.dot_transposed(query.numbers, key.numbers)
+    def products(self, queries: Array, keys: Array) -> Array:
+        """Return the products of what there is for each query and for each key."""
+        if self.turned:
+            return self.dot_transposed(keys, queries)
+        return self.dot_transposed(queries, keys)
 
     def scaled(self, read: Read, products: Array) -> Array:
         """Return products or gradients times the scale."""
@@ -107,19 +139,31 @@ class Scores:
         return products * read("scale")
 
     def tile(
-        self, read: Read, at: Coordinates, products: Array, nan: tuple[Array, Array]
+        self,
+        read: Read,
+        at: Coordinates,
+        products: Array,
+        query: Tokens,
+        key: Tokens,
+        value: Tokens,
     ) -> tile.TileScores:
-        """Return the scores of a tile; `nan` are those of queries `(t, 1)` and of keys `(s, 1)`."""
+        """Return the scores of a tile."""
         bias = read("bias").astype(SUMS) if self.call.bias is not None else None
-        of_queries, of_keys = nan
         return tile.scores(
             self.scaled(read, products),
             bias,
             self.visible(read, at),
             self.call.soft_cap,
             function=self.function(read),
-            more=of_queries + of_keys.T,
+            more=self._nan(query, key, value),
         )
+
+    def _nan(self, query: Tokens, key: Tokens, value: Tokens) -> Array | None:
+        # NaN between queries and keys of which one is not finite, else 0.
+        if query.finite is None or key.finite is None or value.finite is None:
+            return None
+        of_queries, of_keys = _nan_unless(query.finite), _nan_unless(key.finite & value.finite)
+        return self.oriented(of_queries) + self.oriented(of_keys.T)
 
     def function(self, read: Read) -> Callable[..., Array] | None:
         """Return the function of scores in a tile: of them, and of what it captured, read here."""
@@ -135,14 +179,16 @@ class Scores:
         seen = self._inside(read, at)
         for number, part in enumerate(apart(self.call.mask)):
             seen = seen & _shown(part, number, read)
-        return jnp.broadcast_to(seen, (self.tiling.t, self.tiling.s))
+        shape = self.tiling.t, self.tiling.s
+        return jnp.broadcast_to(seen, shape[::-1] if self.turned else shape)
 
     def _inside(self, read: Read, at: Coordinates) -> Array:
-        cols = _indices(at["s"], self.tiling.s, 1)
-        seen = (cols >= read("start")) & (cols < read("stop"))
+        of_queries, of_keys = (1, 0) if self.turned else (0, 1)
+        key = _indices(at["s"], self.tiling.s, of_keys)
+        query = _indices(at["t"], self.tiling.t, of_queries)
         # Also where all are inside: the same arithmetic gives the same bits.
-        rows = _indices(at["t"], self.tiling.t, 0)
-        return seen & (rows < self.count)
+        seen = key < jnp.where(query < self.count, read("stop"), 0)
+        return seen & (key >= read("start")) if hides_before(self.call.mask) else seen
 
     def factors(self, read: Read) -> Array | None:
         """Return the factors of dropout of a tile, or None."""
@@ -191,7 +237,7 @@ def _numbered(read: Read, name: str, halves: Halves) -> list[Array]:
 
 
 class Weights(NamedTuple):
-    """What backward needs of a tile.
+    """What backward needs of a tile, as `Scores.turned` says.
 
     Args:
         dropped: weights as they met the values.
@@ -213,14 +259,14 @@ class Rows(NamedTuple):
         query: queries.
         cotangent: gradient of the output.
         top: maximum of the softmax, `(t, 1)`.
-        total: sum of the softmax, `(t, 1)`.
+        share: 1 over the sum of the softmax, `(t, 1)`.
         delta: sum of the output times its gradient, `(t, 1)`.
     """
 
     query: Tokens
     cotangent: Array
     top: Array
-    total: Array
+    share: Array
     delta: Array
 
 
@@ -238,16 +284,18 @@ def weights(
     `captured` is the name and the tile of what the function of scores captured, whose gradient is
     asked for.
     """
-    products = scores.products(rows.query, key)
-    masked, capped = scores.tile(read, at, products, (rows.query.nan, keys_nan(key, value)))
-    own = _from_sums(masked, rows)
-    d_weights = scores.dot_transposed(rows.cotangent, value.numbers)
+    read = scores.reader(read)
+    top, share, delta = map(scores.oriented, (rows.top, rows.share, rows.delta))
+    products = scores.products(rows.query.numbers, key.numbers)
+    masked, capped = scores.tile(read, at, products, rows.query, key, value)
+    own = _from_sums(masked, top, share)
+    d_weights = scores.products(rows.cotangent, value.numbers)
     factors = scores.factors(read)
     function = scores.function(read)
     gradients = tile.score_gradients(
         own,
         tile.times(d_weights, factors),
-        rows.delta,
+        delta,
         capped,
         scores.call.soft_cap,
         pull=None if function is None else partial(_pull, function, captured),
@@ -260,13 +308,8 @@ def weights(
     )
 
 
-def keys_nan(key: Tokens, value: Tokens) -> Array:
-    """Return NaN for keys that are not finite, or whose values are not; else 0, `(s, 1)`."""
-    return jnp.where(key.finite & value.finite, 0, jnp.nan).astype(SUMS)
-
-
-def _from_sums(masked: Array, rows: Rows) -> Array:
-    exps = jnp.exp(masked - rows.top) / jnp.where(rows.total == 0, 1, rows.total)
+def _from_sums(masked: Array, top: Array, share: Array) -> Array:
+    exps = exp(masked - top) * share
     # Zero where hidden, also in a row that is NaN.
     return jnp.where(masked == -jnp.inf, 0, exps)
 

@@ -24,7 +24,8 @@ class TileRow(NamedTuple):
         itemsize: bytes of a number of the call, at most.
         width: width of a query or value, whichever is wider, at most.
         forward: sizes of the tiles forward.
-        backward: sizes of the tiles backward.
+        backward: sizes of the tiles of the gradients of queries, and of arrays along the scores.
+        keys: sizes of the tiles of the gradients of keys and values.
         capability: compute capability of a GPU, at least.
     """
 
@@ -33,20 +34,75 @@ class TileRow(NamedTuple):
     width: int
     forward: Tiling
     backward: Tiling
+    keys: Tiling
     capability: float = 0.0
 
 
-# The first row that a call fits is taken. None was measured on a device: `flax-attn device-check`
-# writes rows for the device at hand. On GPUs these compile with few spills or none; from Hopper on
-# tensor cores take 64 queries at least.
+# The first row that a call fits is taken. The rows from compute capability 9 on were the fastest of
+# four to seven on an H100; no other row was measured. `flax-attn device-check` writes rows for the
+# device at hand. On GPUs these compile with few spills or none; from Hopper on tensor cores take 64
+# queries at least.
 TABLE = (
-    TileRow("tpu", 4, 256, Tiling(256, 512), Tiling(256, 256)),
-    TileRow("gpu", 2, 64, Tiling(64, 64, warps=4), Tiling(64, 64, warps=8, stages=1)),
-    TileRow("gpu", 2, 128, Tiling(64, 64, warps=4), Tiling(64, 64, warps=8, stages=1), 9.0),
-    TileRow("gpu", 2, 128, Tiling(128, 32, warps=8), Tiling(32, 64, warps=8, stages=1)),
-    TileRow("gpu", 2, 256, Tiling(64, 32, warps=8, stages=1), Tiling(32, 32, stages=1), 9.0),
-    TileRow("gpu", 2, 256, Tiling(16, 32, stages=1), Tiling(32, 32, stages=1)),
-    TileRow("gpu", 4, 256, Tiling(32, 32), Tiling(32, 32, stages=1)),
+    TileRow("tpu", 4, 256, Tiling(256, 512), Tiling(256, 256), Tiling(256, 256)),
+    TileRow(
+        platform="gpu",
+        itemsize=2,
+        width=64,
+        forward=Tiling(64, 64, stages=3),
+        backward=Tiling(64, 64),
+        keys=Tiling(64, 64),
+        capability=9.0,
+    ),
+    TileRow(
+        platform="gpu",
+        itemsize=2,
+        width=128,
+        forward=Tiling(64, 64, stages=3),
+        backward=Tiling(64, 64),
+        keys=Tiling(32, 128, warps=8),
+        capability=9.0,
+    ),
+    TileRow(
+        platform="gpu",
+        itemsize=2,
+        width=256,
+        forward=Tiling(64, 32),
+        backward=Tiling(32, 32),
+        keys=Tiling(64, 32, warps=8, stages=1),
+        capability=9.0,
+    ),
+    TileRow(
+        platform="gpu",
+        itemsize=2,
+        width=64,
+        forward=Tiling(64, 64),
+        backward=Tiling(64, 64, warps=8, stages=1),
+        keys=Tiling(64, 64, warps=8, stages=1),
+    ),
+    TileRow(
+        platform="gpu",
+        itemsize=2,
+        width=128,
+        forward=Tiling(128, 32, warps=8),
+        backward=Tiling(32, 64, warps=8, stages=1),
+        keys=Tiling(32, 64, warps=8, stages=1),
+    ),
+    TileRow(
+        platform="gpu",
+        itemsize=2,
+        width=256,
+        forward=Tiling(16, 32, stages=1),
+        backward=Tiling(32, 32, stages=1),
+        keys=Tiling(32, 32, stages=1),
+    ),
+    TileRow(
+        platform="gpu",
+        itemsize=4,
+        width=256,
+        forward=Tiling(32, 32),
+        backward=Tiling(32, 32, stages=1),
+        keys=Tiling(32, 32, stages=1),
+    ),
 )
 
 _TRIED: ContextVar[TileRow | None] = ContextVar("tried", default=None)
@@ -57,7 +113,7 @@ def tried(row: TileRow) -> Iterator[None]:
     """Take one row in place of the table.
 
     Example:
-        >>> row = TileRow("tpu", 4, 256, Tiling(128, 128), Tiling(128, 128))
+        >>> row = TileRow("tpu", 4, 256, *[Tiling(128, 128)] * 3)
         >>> with tried(row):
         ...     pass
     """
@@ -79,7 +135,7 @@ def row_of(call: Call) -> TileRow:
     return next(fitting, own[-1])
 
 
-def tilings(call: Call) -> tuple[Tiling, Tiling]:
-    """Return the sizes of tiles forward and backward."""
+def tilings(call: Call) -> tuple[Tiling, Tiling, Tiling]:
+    """Return the sizes of tiles forward, of the gradients of queries, and of those of keys."""
     row = _TRIED.get() or row_of(call)
-    return row.forward, row.backward
+    return row.forward, row.backward, row.keys

@@ -16,6 +16,10 @@ from flax_attn.backends.fused.kernel import Kernel, Operand
 # The axes of an array `(b, n, t, h)`: a block has its last two axes.
 QUERY_AXES = ("b", "n", "t", "h")
 KEY_AXES = ("b", "k", "s", "h")
+# Whether anything may stand in a tile beyond the last token.
+READS_BEYOND = True
+# Whether a kernel has loops of its own for numbers that are all finite.
+ASKS_IF_FINITE = False
 
 
 def arrange(x: Array) -> Array:
