@@ -8,7 +8,7 @@ import pytest
 from flax_attn.backends import fused
 from flax_attn.backends.call import prepare
 from flax_attn.backends.fused.kernel import Tiling
-from flax_attn.backends.fused.tilings import TABLE, TileRow, row_of, tried
+from flax_attn.backends.fused.tilings import _TRIED, TABLE, TileRow, row_of, tried
 from flax_attn.backends.registry import load
 from flax_attn.bench.calls import MODEL_CALLS
 from flax_attn.cli import main
@@ -16,6 +16,7 @@ from flax_attn.device import check, conformance, tiles, times
 from flax_attn.device.calls import CALLS, NAN, drawn, in_dtype
 from flax_attn.device.clock import Clock
 from flax_attn.device.report import DeviceReport, Judgement, Timing, TriedTiles, page
+from flax_attn.device.threads import in_threads
 from flax_attn.device.times import TimedCall
 from flax_attn.device.torch_kernels import sdpa, tensors
 
@@ -105,11 +106,12 @@ def test_a_row_of_tiles_is_taken_in_place_of_the_table():
     x = jax.numpy.zeros((1, 9, 2, 64), "bfloat16")
     call = prepare(x, x, x, platform="gpu")
     usual = row_of(call)
-    assert usual is TABLE[1]
-    row = TileRow("gpu", 2, 64, Tiling(128, 32), Tiling(32, 128))
+    assert usual in TABLE
+    assert (usual.platform, usual.width, usual.capability) == ("gpu", 64, 0)
+    row = TileRow("gpu", 2, 64, Tiling(128, 32), Tiling(32, 128), Tiling(32, 64))
     with tried(row):
         plan = fused.BACKEND.plan(call)
-    assert (plan.forward, plan.backward) == (row.forward, row.backward)
+    assert (plan.forward, plan.backward, plan.keys) == (row.forward, row.backward, row.keys)
     assert fused.BACKEND.plan(call).forward == usual.forward
 
 
@@ -122,20 +124,21 @@ def on_a_gpu(monkeypatch):
 def test_the_best_tiles_are_rows_of_the_table(monkeypatch):
     best = Tiling(64, 128, warps=8, stages=2)
 
-    def timed(call, one, both):
+    def compiled(call, one, both):
         plan = fused.BACKEND.plan(prepare(*(jax.numpy.zeros((1, 9, 2, 64)),) * 3, platform="gpu"))
         if plan.forward.s == 32:
             raise RuntimeError("does not fit")
-        return TimedCall(1.0, 1.0 if plan.forward == best else 2.0)
+        return lambda numbers: TimedCall(1.0, 1.0 if plan.forward == best else 2.0)
 
-    monkeypatch.setattr(tiles, "timed", timed)
+    monkeypatch.setattr(tiles, "compiled", compiled)
+    monkeypatch.setattr(tiles, "drawn", lambda call: None)
     found = list(tiles.tried_tiles([MODEL_CALLS[0], MODEL_CALLS[1], MODEL_CALLS[2]], hours(1)))
     assert {one.call for one in found} == {MODEL_CALLS[0].name, MODEL_CALLS[1].name}
     assert "RuntimeError: does not fit" in {one.note for one in found}
     report = DeviceReport({"device": "an abacus", "platform": "gpu"}, False, tiles=found)
     for one in report.best_tiles.values():
         row = eval(one.row, {"TileRow": TileRow, "Tiling": Tiling})
-        assert (row.forward, row.backward) == (best, best)
+        assert (row.forward, row.backward, row.keys) == (best, best, best)
         assert not one.usual
 
 
@@ -168,11 +171,11 @@ def test_sdpa_computes_the_call(name):
     import torch
 
     call = in_dtype(BY_NAME[name], "float32")
-    attend, inputs, _ = tensors(call, sdpa(call), "cpu")
+    numbers = drawn(call)
+    attend, inputs, _ = tensors(call, sdpa(call), numbers, "cpu")
     with torch.no_grad():
         found = attend(*inputs).transpose(1, 2).numpy()
-    arrays, _ = drawn(call)
-    expected = conformance._results("reference", call, arrays, drawn(call)[1])["output"]
+    expected = conformance._results("reference", call, *numbers)["output"]
     np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
@@ -180,6 +183,20 @@ def test_sdpa_refuses_what_it_has_not():
     pytest.importorskip("torch")
     with pytest.raises(ValueError, match="SDPA has no soft_cap; got a call with one"):
         sdpa(BY_NAME["soft cap"])
+
+
+@pytest.mark.parametrize("name", ["dropout", "soft cap", "sinks"])
+def test_a_kernel_of_another_library_is_not_timed_on_what_it_would_leave_out(name):
+    (found,) = times.timings([], [BY_NAME[name]], hours(1), 1)
+    assert (found.kernel, found.status) == ("jax.nn", "failed")
+    assert found.note.startswith("ValueError: jax.nn has no ")
+
+
+def test_tasks_in_threads_have_the_context_of_their_caller():
+    row = TABLE[0]
+    with tried(row):
+        found = list(in_threads(_TRIED.get for _ in range(9)))
+    assert found == [row] * 9
 
 
 @pytest.mark.parametrize("minutes", ["0", "nan", "-1", "soon"])

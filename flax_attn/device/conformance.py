@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -15,6 +15,7 @@ from flax_attn.bench.calls import ModelCall, forward_and_backward
 from flax_attn.device.calls import CALLS, NAN, drawn, in_dtype
 from flax_attn.device.clock import Clock
 from flax_attn.device.report import Judgement, first_line
+from flax_attn.device.threads import in_threads
 from flax_attn.parity import tolerance
 
 # In the order in which models use them.
@@ -32,14 +33,15 @@ def judgements(
 
     The last dtype is the one that may not be reached.
     """
-    for dtype in DTYPES:
-        for call in calls:
-            judge = Judge(in_dtype(call, dtype))
-            for backend in backends:
-                if clock.over(share):
-                    yield Judgement(backend, call.name, dtype, "not reached")
-                else:
-                    yield judge(backend)
+    judges = [Judge(in_dtype(call, dtype)) for dtype in DTYPES for call in calls]
+    over = partial(clock.over, share)
+    tasks = [partial(_judged, judge, backends, over) for judge in judges]
+    for found in in_threads(tasks):
+        yield from found
+
+
+def _judged(judge: Judge, backends: Sequence[str], over: Callable[[], bool]) -> list[Judgement]:
+    return [judge.not_reached(name) if over() else judge(name) for name in backends]
 
 
 class Judge:
@@ -64,6 +66,10 @@ class Judge:
             return result("failed", note=first_line(failure))
         status = "equal" if error <= 1 else "differs"
         return result(status, error)
+
+    def not_reached(self, backend: str) -> Judgement:
+        """Return that the time ended before a backend was judged."""
+        return Judgement(backend, self.call.name, self.dtype.name, "not reached")
 
     @property
     def dtype(self) -> np.dtype:

@@ -63,6 +63,7 @@ def _tokamax(implementation: str, query, key, value, bias=None, mask=None, **opt
 
 def _jax(implementation: str, query, key, value, bias=None, mask=None, **options: Any) -> Array:
     call = prepare(query, key, value, bias, mask, **options)
+    _check("jax.nn", call, ())
     return _call(jax.nn.dot_product_attention, implementation, call)
 
 
@@ -70,10 +71,22 @@ def _plain_tokamax(
     implementation: str, query, key, value, bias=None, mask=None, **options: Any
 ) -> Array:
     call = prepare(query, key, value, bias, mask, **options)
+    _check("tokamax", call, ("soft_cap",))
     # It need not be installed.
     tokamax = import_module("tokamax")
-    attend = partial(tokamax.dot_product_attention, logits_soft_cap=call.soft_cap)
+    soft_cap = call.soft_cap
+    attend = tokamax.dot_product_attention
+    attend = partial(attend, logits_soft_cap=soft_cap)
     return _call(attend, implementation, call)
+
+
+def _check(library: str, call: Call, known: tuple[str, ...]) -> None:
+    # What a kernel leaves out makes it fast, and another function.
+    named = "soft_cap", "sinks", "dropout", "score"
+    missing = [name for name in named if name not in known and getattr(call, name) is not None]
+    if missing:
+        parts = ", ".join(missing)
+        raise ValueError(f"{library} has no {parts}; got a call with one. Compare another kernel")
 
 
 def _call(attend: Callable[..., Array], implementation: str, call: Call) -> Array:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import product
 
 import jax
@@ -11,9 +12,11 @@ from flax_attn.backends.call import Call, prepare
 from flax_attn.backends.fused.kernel import Tiling
 from flax_attn.backends.fused.tilings import TileRow, row_of, tried
 from flax_attn.bench.calls import ModelCall, forward, forward_and_backward
+from flax_attn.device.calls import drawn
 from flax_attn.device.clock import Clock
 from flax_attn.device.report import TriedTiles, first_line
-from flax_attn.device.times import timed
+from flax_attn.device.threads import in_threads
+from flax_attn.device.times import Measure, Numbers, compiled
 
 # Queries, keys and warps of a tile; on a TPU a tile has no warps.
 GPU_TILES = ((128, 64, 8), (128, 32, 8), (64, 128, 8), (64, 64, 4), (64, 32, 4), (32, 64, 4))
@@ -23,14 +26,14 @@ TPU_TILES = ((512, 512), (256, 512), (512, 1024), (128, 512), (256, 256))
 def candidates(usual: TileRow) -> list[TileRow]:
     """Return the rows to try, the usual one first.
 
-    Forward and backward are tried with the same sizes: the best of each is found in one pass.
+    All kernels are tried with the same sizes: the best of each is found in one pass.
     """
     if usual.platform == "tpu":
         sizes = [Tiling(*tile) for tile in TPU_TILES]
     else:
         # Keys are loaded while those before are computed on, or are not.
         sizes = [Tiling(*tile, stages) for tile, stages in product(GPU_TILES, (1, 2))]
-    return [usual, *(usual._replace(forward=size, backward=size) for size in sizes)]
+    return [usual, *(usual._replace(forward=size, backward=size, keys=size) for size in sizes)]
 
 
 def tried_tiles(
@@ -49,23 +52,44 @@ def tried_tiles(
         if kind in seen:
             continue
         seen.add(kind)
-        sizes = usual.forward, usual.backward
-        for row in candidates(usual._replace(width=width)):
+        own = usual._replace(width=width)
+        for row, measure, numbers in _all_compiled(call, own):
             if clock.over(share):
                 return
-            same = sizes == (row.forward, row.backward)
-            yield _try(call, row, same)
+            yield _try(call, row, row == own, measure, numbers)
+
+
+def _all_compiled(
+    call: ModelCall, usual: TileRow
+) -> Iterator[tuple[TileRow, Measure | str, Numbers]]:
+    rows = candidates(usual)
+    numbers = drawn(call)
+    measures = in_threads(partial(_compiled, call, row) for row in rows)
+    for row, measure in zip(rows, measures, strict=True):
+        yield row, measure, numbers
 
 
 def _prepared(call: ModelCall) -> Call:
     return jax.eval_shape(lambda arrays: prepare(**arrays, **call.options), call.arrays)
 
 
-def _try(call: ModelCall, row: TileRow, usual: bool) -> TriedTiles:
+def _compiled(call: ModelCall, row: TileRow) -> Measure | str:
+    """Return what times the tiles, or why they do not fit the chip: that is a finding."""
     try:
         with tried(row):
-            found = timed(call, forward(call, "fused"), forward_and_backward(call, "fused"))
-    # Tiles that do not fit the chip are a finding.
+            return compiled(call, forward(call, "fused"), forward_and_backward(call, "fused"))
     except Exception as error:
-        return TriedTiles(call.name, str(row), usual, note=first_line(error))
-    return TriedTiles(call.name, str(row), usual, found.backward)
+        return first_line(error)
+
+
+def _try(
+    call: ModelCall, row: TileRow, usual: bool, measure: Measure | str, numbers: Numbers
+) -> TriedTiles:
+    result = partial(TriedTiles, call.name, str(row), usual)
+    if isinstance(measure, str):
+        return result(note=measure)
+    try:
+        return result(measure(numbers).backward)
+    # Of a driver: the other tiles go on.
+    except Exception as error:
+        return result(note=first_line(error))

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from flax_attn.bench.calls import ModelCall
-from flax_attn.device.calls import drawn
 from flax_attn.functional.masks import Mask
 
 TURNS, REPEATS = 5, 8
@@ -35,15 +34,26 @@ def torch_timers(result: Callable[[float, float], Any]) -> dict[str, Timer]:
     if not torch.cuda.is_available():
         return {}
     return {
-        "torch SDPA": partial(_timed, result, sdpa),
-        "torch FlexAttention": partial(_timed, result, flex),
+        "torch SDPA": partial(_timer, result, sdpa),
+        "torch FlexAttention": partial(_timer, result, flex),
     }
 
 
-def _timed(result: Callable, translate: Callable, call: ModelCall) -> Any:
-    attend, inputs, cotangent = tensors(call, translate(call), "cuda")
+def _timer(result: Callable, translate: Callable, call: ModelCall) -> Callable:
+    # PyTorch compiles when it is run first.
+    return partial(_measured, result, translate, call)
+
+
+def _measured(result: Callable, translate: Callable, call: ModelCall, numbers: Any) -> Any:
+    import torch
+
+    # Compiled once per call: after a few other shapes PyTorch would give up compiling.
+    torch.compiler.reset()
+    attend, inputs, cotangent = tensors(call, translate(call), numbers, "cuda")
     forward = _least(partial(_forward, attend, inputs))
     backward = _least(partial(_backward, attend, inputs, cotangent))
+    # The rest of the memory is JAX's.
+    torch.cuda.empty_cache()
     return result(forward, backward)
 
 
@@ -61,21 +71,26 @@ def sdpa(call: ModelCall) -> Callable[..., Any]:
         raise ValueError(f"SDPA has no {parts}; got a call with one. Compare FlexAttention")
     arrays = call.arrays
     dropout = arrays.get("dropout")
+    rate = 0.0 if dropout is None else dropout.rate
+    scale = call.options.get("scale")
     options: dict[str, Any] = {
-        "scale": call.options.get("scale"),
+        "scale": scale,
         "enable_gqa": True,
-        "dropout_p": 0.0 if dropout is None else dropout.rate,
+        "dropout_p": rate,
     }
     mask = arrays.get("mask", Mask())
     causal = Mask.causal()
-    square = arrays["query"].shape[1] == arrays["key"].shape[1]
+    queries = arrays["query"].shape[1]
+    keys = arrays["key"].shape[1]
     # Without an array SDPA takes its fastest kernels.
-    named = mask in (Mask(), causal) and square
+    named = mask in (Mask(), causal) and queries == keys
     if named and "bias" not in arrays:
-        options["is_causal"] = mask == causal
+        is_causal = mask == causal
+        options["is_causal"] = is_causal
     else:
         options["attn_mask"] = _added
-    return partial(scaled_dot_product_attention, **options)
+    attend = scaled_dot_product_attention
+    return partial(attend, **options)
 
 
 def _added(arrays: dict[str, Any]) -> np.ndarray:
@@ -122,7 +137,7 @@ def flex(call: ModelCall) -> Callable[..., Any]:
 
     _, _, t, s = made.shape
     return partial(
-        torch.compile(flex_attention),
+        torch.compile(flex_attention, dynamic=False),
         block_mask=create_block_mask(shown, None, None, t, s),
         score_mod=capped if cap else None,
         scale=call.options.get("scale"),
@@ -130,24 +145,30 @@ def flex(call: ModelCall) -> Callable[..., Any]:
     )
 
 
-def tensors(call: ModelCall, attend: Callable[..., Any], device: str) -> tuple[Callable, list, Any]:
+def tensors(
+    call: ModelCall, attend: Callable[..., Any], numbers: tuple[dict[str, Any], Any], device: str
+) -> tuple[Callable, list, Any]:
     """Return the function, its tensors with heads first and the cotangent, on a device."""
     import torch
 
-    arrays, cotangent = drawn(call)
+    arrays, cotangent = numbers
     dtype = getattr(torch, call.arrays["query"].dtype.name)
 
     def tensor(x: Any) -> Any:
         # NumPy has no bfloat16 that torch would read.
         return torch.from_numpy(np.array(x, np.float32)).to(device, dtype)
 
-    # torch has the heads before the tokens.
-    inputs = [tensor(arrays[name]).transpose(1, 2) for name in ("query", "key", "value")]
-    heads_first = [x.requires_grad_() for x in inputs]
+    def heads_first(x: Any) -> Any:
+        # torch has the heads before the tokens.
+        return tensor(x).transpose(1, 2)
+
+    names = "query", "key", "value"
+    inputs = [heads_first(arrays[name]).requires_grad_() for name in names]
     options = getattr(attend, "keywords", {})
     if options.get("attn_mask") is _added:
-        attend = partial(attend, attn_mask=tensor(_added(arrays)))
-    return attend, heads_first, tensor(cotangent).transpose(1, 2)
+        mask = _added(arrays)
+        attend = partial(attend, attn_mask=tensor(mask))
+    return attend, inputs, heads_first(cotangent)
 
 
 def _forward(attend: Callable[..., Any], inputs: list) -> None:
