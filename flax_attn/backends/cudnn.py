@@ -80,7 +80,10 @@ class CuDNN(Backend):
     def work(self, call: Call) -> KernelWork:
         """Return the work of a kernel, slower with a mask as an array, of a test and copies."""
         share = rates.library(call, structure=_keeps(call))
-        return fused(call, share, launches=4, apart=arrays_read(call) + 2 * self.memory(call))
+        # On an H100 the test, and the branch that the host waits for, take 0.2 ms.
+        launches = 50 if _keeps(call) else 4
+        apart = arrays_read(call) + 2 * self.memory(call)
+        return fused(call, share, launches=launches, apart=apart)
 
 
 def _refuse_bias(call: Call) -> str | None:
