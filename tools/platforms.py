@@ -25,8 +25,12 @@ INTERPRETED = {
     "fused": "tests/backends/test_fused.py",
     "splash": "tests/backends/test_splash.py",
 }
-# The tables of docs/performance.md have times of these, all on CPUs.
+# The tables of docs/performance.md have times of these on CPUs,
 MEASURED = ("native", "decode", "blocked")
+# and of these on an H100, where the small calls of `flax-attn device-check` were judged.
+ON_AN_H100 = {"reference": "measured on H100"} | dict.fromkeys(
+    ("cudnn", "fused"), "judged and measured on H100"
+)
 IMPOSSIBLE, UNTESTED = "-", "untested"
 
 
@@ -57,13 +61,21 @@ def cell(backend: str, platform: str) -> str:
         return IMPOSSIBLE
     if platform == "cpu":
         return "run, measured" if backend in MEASURED else "run"
+    known = _on_accelerator(backend, platform)
+    text = ", ".join(known)
+    return text or UNTESTED
+
+
+def _on_accelerator(backend: str, platform: str) -> list[str]:
     known = []
+    if platform == "gpu" and backend in ON_AN_H100:
+        known.append(ON_AN_H100[backend])
     if backend in INTERPRETED:
         known.append("interpreted")
     compiled = ", ".join(chips(backend, platform))
     if compiled:
         known.append(f"compiled for {compiled}")
-    return ", ".join(known) or UNTESTED
+    return known
 
 
 def table() -> str:

@@ -49,9 +49,11 @@ def main() -> None:
     """Write the rows of the reports that are named on the command line into their table."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("reports", nargs="+", type=Path, help="reports of flax-attn parity")
+    options = parser.parse_args()
     rows = []
-    for path in parser.parse_args().reports:
-        report = json.loads(path.read_text())
+    for path in options.reports:
+        text = path.read_text()
+        report = json.loads(text)
         rows += map(row, report["variants"])
     write(rows)
 

@@ -43,7 +43,7 @@ def test_a_chip_that_is_no_longer_compiled_for_leaves_the_table(monkeypatch):
     monkeypatch.setattr(platforms.tpu, "TOPOLOGIES", {"v5e": "v5e:2x2"})
     assert rows()["splash"]["TPU"] == "interpreted, compiled for v5e"
     monkeypatch.setattr(platforms.gpu, "KERNELS", ())
-    assert rows()["cudnn"]["NVIDIA GPU"] == platforms.UNTESTED
+    assert rows()["tokamax"]["NVIDIA GPU"] == platforms.UNTESTED
 
 
 @pytest.fixture
