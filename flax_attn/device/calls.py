@@ -53,7 +53,8 @@ def _documents() -> Any:
 
 
 def _softer(score: Any, b: Any, n: Any, i: Any, j: Any) -> Any:
-    return score - 0.01 * (n + 1) * abs(i - j)
+    distance = (n + 1) * abs(i - j)
+    return score - 0.01 * distance.astype(score.dtype)
 
 
 _STRIPES = np.random.default_rng(3).random((N, T, S)) < 0.4

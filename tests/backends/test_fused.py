@@ -128,6 +128,12 @@ def test_one_number_that_is_not_finite_is_found(size, value):
     assert not gpu.finite([x[:2], x.at[-1].set(value)], interpret=True).all()
 
 
+def test_more_numbers_than_32_bits_count_are_not_asked():
+    few, many = (jax.ShapeDtypeStruct((size, 2**16), jnp.bfloat16) for size in (2**14, 2**15))
+    assert gpu.asks_if_finite([few, few])
+    assert not gpu.asks_if_finite([few, many])
+
+
 def test_the_loops_for_finite_numbers_compute_the_same_bits(on):
     on("gpu")
     arrays = draw(2, T, N, 8), draw(2, S, 2, 8, seed=1), draw(2, S, 2, 8, seed=2)

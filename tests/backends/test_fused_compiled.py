@@ -19,6 +19,15 @@ LAUNCH = re.compile(r'custom_call_target="(tpu_custom_call|[^"]*triton[^"]*)"')
 CALLS = [MODEL_CALLS[at] for at in (0, 1, 2, 8, 9)]  # dropout, causal, packed, sinks, bias
 
 
+def launched(program):
+    return len(LAUNCH.findall(program.as_text() or ""))
+
+
+def prepares(target):
+    """How many kernels ask whether all numbers are finite."""
+    return int(target.name == "H200")
+
+
 def saved(call):
     """What forward keeps for backward, a few numbers a query, in bytes: four with their copies."""
     b, t, n, _ = call.arrays["query"].shape
@@ -29,13 +38,13 @@ def saved(call):
 def test_launches_one_kernel_forward_and_few_backward(call, target):
     rows = call.arrays["query"].shape[0]
     one = compiled(target, forward(call, "fused"), (call.arrays,), rows)
-    assert len(LAUNCH.findall(one.as_text() or "")) == 1
+    assert launched(one) == prepares(target) + 1
     both = compiled(
         target, forward_and_backward(call, "fused"), (call.arrays, call.cotangent), rows
     )
     # Queries; keys and values; the bias where it is learned.
     backward = 2 + ("bias" in call.learned)
-    assert len(LAUNCH.findall(both.as_text() or "")) == 1 + backward
+    assert launched(both) == prepares(target) + 1 + backward
     # On a TPU there are copies with heads first.
     if target.name == "H200":
         memory = both.memory_analysis()
@@ -49,4 +58,15 @@ def test_launches_one_kernel_forward_and_few_backward(call, target):
 def test_compiles_with_x64(call, target):
     both = forward_and_backward(call, "fused")
     program = compiled(target, both, (call.arrays, call.cotangent), call.cotangent.shape[0])
-    assert len(LAUNCH.findall(program.as_text() or "")) == 3
+    assert launched(program) == prepares(target) + 3
+
+
+@pytest.mark.parametrize("name", ["function of indices", "function of scores"])
+def test_functions_compile(name, target):
+    # It starts JAX, which has to come after the driver that `target` loads.
+    from flax_attn.device.calls import CALLS, in_dtype
+
+    one = next(in_dtype(call, "bfloat16") for call in CALLS if call.name == name)
+    both = forward_and_backward(one, "fused")
+    program = compiled(target, both, (one.arrays, one.cotangent), one.cotangent.shape[0])
+    assert launched(program) == prepares(target) + 3

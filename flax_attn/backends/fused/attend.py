@@ -154,9 +154,10 @@ def _form(plan: Plan) -> ModuleType:
 
 def _run(plan: Plan, one: P, make: Callable[[P], Kernel]) -> dict[str, Array]:
     kernel = make(one)
-    if one.form.ASKS_IF_FINITE:
+    judged = _judged(one.call)
+    if one.form.asks_if_finite(judged):
         of_finite = make(replace(one, finite=True))
-        finite = one.form.finite(_judged(one.call), plan.interpret)
+        finite = one.form.finite(judged, plan.interpret)
         kernel = replace(kernel, finite=finite, of_finite=of_finite)
     return _launch(plan, kernel)
 

@@ -20,8 +20,6 @@ QUERY_AXES = ("b", "t", "n", "h")
 KEY_AXES = ("b", "s", "k", "h")
 # Whether anything may stand in a tile beyond the last token: here zeros are read.
 READS_BEYOND = False
-# Whether a kernel has loops of its own for numbers that are all finite.
-ASKS_IF_FINITE = True
 LEAST = 16  # the smallest side of a product on tensor cores
 # The programs that ask whether numbers are finite, and how many numbers each asks at once.
 PARTS, AT_ONCE = 256, 4096
@@ -51,6 +49,15 @@ def run(kernel: Kernel, interpret: bool) -> dict[str, Array]:
         name=kernel.name,
     )(*arrays)
     return dict(zip(kernel.outputs, found, strict=True))
+
+
+def asks_if_finite(arrays: Sequence[Array]) -> bool:
+    """Return whether a kernel has loops of its own for arrays in which all numbers are finite.
+
+    Numbers are counted in 32 bits.
+    """
+    largest = max(x.size for x in arrays)
+    return largest < 2**31 - PARTS * AT_ONCE
 
 
 def finite(arrays: Sequence[Array], interpret: bool) -> Int32[Array, " parts"]:

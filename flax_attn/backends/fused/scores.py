@@ -51,9 +51,9 @@ class Tokens(NamedTuple):
 
 
 def exp(x: Array) -> Array:
-    """Return e to the power of numbers, as a chip has it: by its power of 2.
+    """Return e to the power of numbers, by the power of 2 that a chip has.
 
-    Its relative error is that of x: 1e-6 for a weight of e^-16.
+    The relative error grows with the number: it is 1e-6 for a weight of e^-16.
     """
     return jnp.exp2(x * math.log2(math.e))
 

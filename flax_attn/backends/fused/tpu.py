@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,13 +19,16 @@ QUERY_AXES = ("b", "n", "t", "h")
 KEY_AXES = ("b", "k", "s", "h")
 # Whether anything may stand in a tile beyond the last token.
 READS_BEYOND = True
-# Whether a kernel has loops of its own for numbers that are all finite.
-ASKS_IF_FINITE = False
 
 
 def arrange(x: Array) -> Array:
     """Return an array `(b, t, n, h)` as this form reads it, and back."""
     return x.swapaxes(1, 2)
+
+
+def asks_if_finite(arrays: Sequence[Array]) -> bool:
+    """Return whether a kernel has loops of its own for arrays in which all numbers are finite."""
+    return False
 
 
 def width_of(size: int) -> int:
