@@ -128,6 +128,7 @@ def test_one_number_that_is_not_finite_is_found(size, value):
     assert not gpu.finite([x[:2], x.at[-1].set(value)], interpret=True).all()
 
 
+@pytest.mark.usefixtures("no_shape_checks")
 def test_more_numbers_than_32_bits_count_are_not_asked():
     few, many = (jax.ShapeDtypeStruct((size, 2**16), jnp.bfloat16) for size in (2**14, 2**15))
     assert gpu.asks_if_finite([few, few])
