@@ -36,7 +36,7 @@ def check(
 
     Args:
         minutes: minutes that it may take.
-        save: function that keeps what was found, called after each part: a driver may end the run.
+        save: function that keeps what was found, called at each finding: a driver may end the run.
         show: function that shows a line of progress.
         calls: small calls.
     """
@@ -52,18 +52,18 @@ def check(
     with interpreted() if on_cpu else nullcontext():
         for one in judgements(judged, clock, JUDGED, calls):
             report.judgements.append(one)
+            save(report)
             show(f"{one.status}: {one.backend}, {one.call}, {one.dtype}")
-    save(report)
     # On a processor the calls of models take too long.
     timed = calls if on_cpu else MODEL_CALLS
     for one in timings(backends, timed, clock, TIMED):
         report.timings.append(one)
+        save(report)
         show(f"{one.status}: {one.kernel}, {one.call}")
-    save(report)
     if on_cpu:
         return report
     for one in tried_tiles(MODEL_CALLS, clock, TRIED):
         report.tiles.append(one)
+        save(report)
         show(f"tiles: {one.row}")
-    save(report)
     return report

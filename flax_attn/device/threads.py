@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 def in_threads(tasks: Iterable[Callable[[], T]]) -> Iterator[T]:
-    """Yield what tasks return, in their order, once all are done.
+    """Yield what tasks return, in their order, each as soon as it is there.
 
     Each has the caller's context variables. Compilers run beside one another: they do not hold
     Python's lock.
@@ -23,4 +23,5 @@ def in_threads(tasks: Iterable[Callable[[], T]]) -> Iterator[T]:
     """
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         futures = [pool.submit(copy_context().run, task) for task in tasks]
-    yield from (future.result() for future in futures)
+        for future in futures:
+            yield future.result()

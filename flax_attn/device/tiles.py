@@ -64,7 +64,7 @@ def _all_compiled(
 ) -> Iterator[tuple[TileRow, Measure | str, Numbers]]:
     rows = candidates(usual)
     numbers = drawn(call)
-    measures = in_threads(partial(_compiled, call, row) for row in rows)
+    measures = list(in_threads(partial(_compiled, call, row) for row in rows))
     for row, measure in zip(rows, measures, strict=True):
         yield row, measure, numbers
 

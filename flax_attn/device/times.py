@@ -59,7 +59,7 @@ def timings(
     over = partial(clock.over, share)
     tasks = [task for call in calls for task in _tasks(call, timers, over)]
     fast = [task for task in tasks if not task.slow]
-    compiled = in_threads(task.compiled for task in fast)
+    compiled = list(in_threads(task.compiled for task in fast))
     for task, measure in zip(fast, compiled, strict=True):
         yield task.timing(measure)
     for task in tasks:
