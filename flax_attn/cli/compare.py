@@ -11,11 +11,13 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flax_attn.cli import common, inputs, reports
 from flax_attn.cli.request import Request, read
 from flax_attn.cli.specs import CannotCompareError, Loader
+from flax_attn.cli.watch import at_changes, stand_by
 from flax_attn.convert.replacing import unfinished
 
 if TYPE_CHECKING:
@@ -41,7 +43,14 @@ def add(commands: Any) -> None:
     )
     arguments(parser)
     reports.add(parser)
-    parser.set_defaults(run=_compare, mutants=0)
+    parser.add_argument(
+        "--watch",
+        action="store_true",
+        help="compare again whenever one of the files changes, until Ctrl-C",
+    )
+    # A process of --watch, which waits for a line of input, and writes the files that it read.
+    parser.add_argument("--standby", metavar="FILE", help=argparse.SUPPRESS)
+    parser.set_defaults(run=_command_of, mutants=0)
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -86,6 +95,20 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _command_of(options: argparse.Namespace) -> int:
+    if options.standby:
+        own = {"--watch", "--standby", options.standby}
+        # A report names the command that makes it again, once.
+        options.arguments = [one for one in options.arguments if one not in own]
+        return _compare(options) if stand_by() else 0
+    if options.watch:
+        specs = (options.flax, options.torch or "")
+        homes = (spec.rpartition(":")[0] for spec in specs)
+        files = [home for home in homes if home.endswith(".py")]
+        return at_changes(options.arguments, files)
+    return _compare(options)
+
+
 def _compare(options: argparse.Namespace) -> int:
     if not options.against:
         common.need_torch("compare")
@@ -100,6 +123,9 @@ def _compare(options: argparse.Namespace) -> int:
     with on_cpu(), reports.whole_export(options):
         report = reported(request, options)
     unwritten = reports.write([report], options, of_a_table=False)
+    if options.standby:
+        assert report.request is not None, "the command sets it"
+        Path(options.standby).write_text(json.dumps(report.request["files"]))
     _show(report, options)
     for line in unwritten:
         print(f"flax-attn: {line}", file=sys.stderr)
