@@ -30,7 +30,7 @@ CALLS = {
 }
 # What runs a layer on each chip, by the dtype that it computes in.
 EXPECTED = {
-    ("H200", "bfloat16"): "cudnn",
+    ("H200", "bfloat16"): "fused",
     ("H200", "float32"): "fused",
     ("v5e", "bfloat16"): "splash",
     ("v5e", "float32"): "splash",
