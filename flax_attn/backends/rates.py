@@ -23,6 +23,7 @@ from typing import NamedTuple
 from flax_attn.backends.call import Call
 from flax_attn.backends.chips import Chip
 from flax_attn.backends.platform import chip_in_use
+from flax_attn.backends.work import is_float32
 
 # Of a kernel whose mask is an array, what remains of its rate.
 OF_AN_ARRAY = 15.8 / 40.6
@@ -63,7 +64,7 @@ def library(call: Call, structure: bool = True) -> float:
 def pallas(call: Call) -> float:
     """Return what `fused` is taken to reach of the chip in use."""
     reached = _reached(chip_in_use(call.platform))
-    if reached is _HOPPER and call.query.dtype.itemsize == 4:
+    if reached is _HOPPER and is_float32(call):
         return IN_FLOAT32
     return _of_width(reached.pallas, call)
 

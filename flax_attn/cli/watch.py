@@ -8,10 +8,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from flax_attn.cli.guard import BAD_USAGE
 from flax_attn.cli.specs import sha256
+from flax_attn.convert.replacing import unfinished
 
 # Seconds between two looks at the files.
 POLL = 0.2
@@ -31,8 +33,9 @@ def at_changes(arguments: Sequence[str], files: Sequence[str]) -> int:
         The exit code where there is nothing to wait for: of bad usage, or without a file.
     """
     known: dict[str, str] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        read = Path(folder) / "files.json"
+    # It goes where the process is interrupted, too.
+    with unfinished(Path(tempfile.mkdtemp())) as folder:
+        read = folder / "files.json"
         while True:
             worker = _standby([*arguments, "--standby", str(read)])
             _wait_for_change(known)
@@ -48,10 +51,15 @@ def at_changes(arguments: Sequence[str], files: Sequence[str]) -> int:
 
 
 def stand_by() -> bool:
-    """Compare two small layers, and return whether more is asked for by a line of input.
+    """Warm up, and return whether a comparison is asked for by a line of input."""
+    # An export is compared with where it is not.
+    if find_spec("torch"):
+        _compare_small_layers()
+    return bool(sys.stdin.readline())
 
-    After that all is imported, and what every comparison compiles is compiled.
-    """
+
+def _compare_small_layers() -> None:
+    """Import all that a comparison needs, and compile what every one compiles."""
     import torch
     from flax import nnx
 
@@ -60,7 +68,6 @@ def stand_by() -> bool:
 
     with on_cpu():
         compare(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), torch.nn.Linear(2, 2), [(2, 2)])
-    return bool(sys.stdin.readline())
 
 
 def _standby(arguments: Sequence[str]) -> subprocess.Popen[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
@@ -62,16 +62,16 @@ def _tokamax(implementation: str, query, key, value, bias=None, mask=None, **opt
 
 
 def _jax(implementation: str, query, key, value, bias=None, mask=None, **options: Any) -> Array:
+    check_parts("jax.nn", options, ("soft_cap", "sinks", "dropout", "score"))
     call = prepare(query, key, value, bias, mask, **options)
-    _check("jax.nn", call, ())
     return _call(jax.nn.dot_product_attention, implementation, call)
 
 
 def _plain_tokamax(
     implementation: str, query, key, value, bias=None, mask=None, **options: Any
 ) -> Array:
+    check_parts("tokamax", options, ("sinks", "dropout", "score"))
     call = prepare(query, key, value, bias, mask, **options)
-    _check("tokamax", call, ("soft_cap",))
     # It need not be installed.
     tokamax = import_module("tokamax")
     soft_cap = call.soft_cap
@@ -80,10 +80,15 @@ def _plain_tokamax(
     return _call(attend, implementation, call)
 
 
-def _check(library: str, call: Call, known: tuple[str, ...]) -> None:
-    # What a kernel leaves out makes it fast, and another function.
-    named = "soft_cap", "sinks", "dropout", "score"
-    missing = [name for name in named if name not in known and getattr(call, name) is not None]
+def check_parts(library: str, given: Mapping[str, Any], lacks: Sequence[str]) -> None:
+    """Raise if a call is given a part that a library has not.
+
+    Without it a kernel would be fast, and another function.
+
+    Raises:
+        ValueError: if so.
+    """
+    missing = [name for name in lacks if given.get(name) is not None]
     if missing:
         parts = ", ".join(missing)
         raise ValueError(f"{library} has no {parts}; got a call with one. Compare another kernel")

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from flax_attn.bench.calls import ModelCall
+from flax_attn.device.kernels import check_parts
 from flax_attn.functional.masks import Mask
 
 TURNS, REPEATS = 5, 8
@@ -65,10 +66,7 @@ def sdpa(call: ModelCall) -> Callable[..., Any]:
     """
     from torch.nn.functional import scaled_dot_product_attention
 
-    missing = [name for name in ("soft_cap", "score", "sinks") if name in call.arguments]
-    if missing:
-        parts = ", ".join(missing)
-        raise ValueError(f"SDPA has no {parts}; got a call with one. Compare FlexAttention")
+    check_parts("SDPA", call.arguments, ("soft_cap", "score", "sinks"))
     arrays = call.arrays
     dropout = arrays.get("dropout")
     rate = 0.0 if dropout is None else dropout.rate

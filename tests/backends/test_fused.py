@@ -124,15 +124,16 @@ def test_functions_of_scores_with_the_gradients_of_what_they_capture(platform, n
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_one_number_that_is_not_finite_is_found(size, value):
     x = jnp.ones(size, jnp.bfloat16)
-    assert gpu.finite([x, x[:2]], interpret=True).all()
-    assert not gpu.finite([x[:2], x.at[-1].set(value)], interpret=True).all()
+    assert gpu.flags([x, x[:2]], interpret=True).all()
+    assert not gpu.flags([x[:2], x.at[-1].set(value)], interpret=True).all()
 
 
 @pytest.mark.usefixtures("no_shape_checks")
 def test_more_numbers_than_32_bits_count_are_not_asked():
     few, many = (jax.ShapeDtypeStruct((size, 2**16), jnp.bfloat16) for size in (2**14, 2**15))
-    assert gpu.asks_if_finite([few, few])
-    assert not gpu.asks_if_finite([few, many])
+    flags = partial(gpu.flags, interpret=True)
+    assert jax.eval_shape(flags, [few, few]).shape == (gpu.PARTS,)
+    assert jax.eval_shape(flags, [few, many]) is None
 
 
 def test_the_loops_for_finite_numbers_compute_the_same_bits(on):

@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 from einops import rearrange
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int32
 
 from flax_attn.backends.call import Call, Floats
 from flax_attn.backends.fused.gradients import (
@@ -72,7 +72,7 @@ attend = jax.jit(_attend, static_argnums=0, inline=True)
 
 def forward(plan: Plan, call: Call, dtype: jnp.dtype) -> Softmax:
     """Return the output `(b, t, n, v)` in a dtype, and the softmax's maxima and sums."""
-    one = Pass(call, plan.forward, _form(plan))
+    one = Pass(call, plan.forward, _form(plan), _flags(plan, call))
     if one.few and one.parts > 1:
         return _forward_in_parts(plan, one, dtype)
     found = _run(plan, one, partial(forward_kernel, dtype=dtype))
@@ -96,7 +96,7 @@ def backward(plan: Plan, call: Call, saved: Softmax, cotangent: Array) -> Floats
     form = _form(plan)
     delta = _delta(saved.output, cotangent)
     more = {"saved": saved, "delta": delta, "cotangent": cotangent}
-    one = BackwardPass(call, plan.backward, form, **more)
+    one = BackwardPass(call, plan.backward, form, _flags(plan, call), **more)
     of_queries = _run(plan, one, query_kernel)
     of_keys = _run(plan, replace(one, tiling=plan.keys), key_kernel)
     return Floats(
@@ -154,20 +154,19 @@ def _form(plan: Plan) -> ModuleType:
 
 def _run(plan: Plan, one: P, make: Callable[[P], Kernel]) -> dict[str, Array]:
     kernel = make(one)
-    judged = _judged(one.call)
-    if one.form.asks_if_finite(judged):
+    if one.flags is not None:
         of_finite = make(replace(one, finite=True))
-        finite = one.form.finite(judged, plan.interpret)
-        kernel = replace(kernel, finite=finite, of_finite=of_finite)
+        kernel = replace(kernel, flags=one.flags, of_finite=of_finite)
     return _launch(plan, kernel)
 
 
-def _judged(call: Call) -> list[Array]:
-    # What has to be finite.
+def _flags(plan: Plan, call: Call) -> Int32[Array, " parts"] | None:
+    # Which parts of what has to be finite are.
     arrays = [call.query, call.key, call.value]
     if call.sinks is not None:
         arrays.append(jnp.where(is_sink(call.sinks), 0, jnp.nan))
-    return arrays
+    with jax.enable_x64(False):
+        return _form(plan).flags(arrays, plan.interpret)
 
 
 def _launch(plan: Plan, kernel: Kernel) -> dict[str, Array]:

@@ -51,22 +51,18 @@ def run(kernel: Kernel, interpret: bool) -> dict[str, Array]:
     return dict(zip(kernel.outputs, found, strict=True))
 
 
-def asks_if_finite(arrays: Sequence[Array]) -> bool:
-    """Return whether a kernel has loops of its own for arrays in which all numbers are finite.
-
-    Numbers are counted in 32 bits.
-    """
-    largest = max(x.size for x in arrays)
-    return largest < 2**31 - PARTS * AT_ONCE
-
-
-def finite(arrays: Sequence[Array], interpret: bool) -> Int32[Array, " parts"]:
+def flags(arrays: Sequence[Array], interpret: bool) -> Int32[Array, " parts"] | None:
     """Return 1 for each part of some arrays in which all numbers are finite, else 0.
 
-    It is one pass over memory, which costs less than to ask at each tile.
+    It is one pass over memory, which costs less than to test each tile. None for arrays of more
+    numbers than 32 bits count.
     """
+    largest = max(x.size for x in arrays)
+    at_a_time = PARTS * AT_ONCE
+    if largest >= 2**31 - at_a_time:
+        return None
     whole = pl.BlockSpec(memory_space=pl.ANY)
-    return pl.pallas_call(
+    ask = pl.pallas_call(
         _ask_if_finite,
         grid=(PARTS,),
         in_specs=[whole] * len(arrays),
@@ -74,7 +70,9 @@ def finite(arrays: Sequence[Array], interpret: bool) -> Int32[Array, " parts"]:
         out_shape=jax.ShapeDtypeStruct((PARTS,), jnp.int32),
         interpret=interpret,
         name="attention_finite",
-    )(*(x.reshape(-1) for x in arrays))
+    )
+    flat = [x.reshape(-1) for x in arrays]
+    return ask(*flat)
 
 
 def _ask_if_finite(*refs: Any) -> None:
@@ -105,7 +103,7 @@ def _add_zeros(ref: Any, part: Any, turn: Any, sums: Array) -> Array:
 
 def _arrays(kernel: Kernel) -> list[Array]:
     arrays = [operand.array for operand in kernel.inputs.values()]
-    more = kernel.bounds, kernel.finite
+    more = kernel.bounds, kernel.flags
     return [*arrays, *(x for x in more if x is not None)]
 
 
@@ -124,10 +122,10 @@ def _tiles(kernel: Kernel, refs: tuple, at: Coordinates, known: Coordinates) -> 
         return program.outputs(at, known)
     fast = _Program.of(kernel.of_finite, refs)
     # The last input.
-    finite = refs[-len(kernel.outputs) - 1]
-    parts = triton.load(finite)
+    flags = refs[-len(kernel.outputs) - 1]
+    all_finite = triton.load(flags).min() > 0
     return lax.cond(
-        parts.min() > 0,
+        all_finite,
         lambda: fast.outputs(at, known),
         lambda: program.outputs(at, known),
     )

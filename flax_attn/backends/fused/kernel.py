@@ -111,8 +111,8 @@ class Kernel:
         parts: number of parts of the keys. A program adds up the carry of each, unless the part is
             one of its coordinates.
         merge: function from the carries of the keys so far, and of the next part, to that of both.
-        finite: 1 for each part of the numbers that is finite, else 0; None where that is not asked.
-        of_finite: the same kernel for numbers that are finite.
+        flags: 1 for each part of the numbers that is finite, else 0; None where that is not asked.
+        of_finite: the same kernel for numbers that are finite, where there are flags.
     """
 
     name: str
@@ -130,7 +130,7 @@ class Kernel:
     finish: Callable[[Read, Coordinates, Any, Any], dict[str, Array]]
     parts: int = 1
     merge: Callable[[Any, Any], Any] | None = None
-    finite: Array | None = None
+    flags: Array | None = None
     of_finite: Kernel | None = None
 
     def coordinates(self, found: Coordinates) -> dict[str, Any]:

@@ -33,12 +33,15 @@ class Pass:
         call: call.
         tiling: sizes of the tiles.
         form: module that runs the kernels on a kind of chip.
-        finite: whether queries, keys, values and sinks are known to be finite.
+        flags: 1 for each part of queries, keys, values and sinks that is finite, else 0; None where
+            a kernel tests each tile.
+        finite: whether all of them are known to be finite.
     """
 
     call: Call
     tiling: Tiling
     form: ModuleType
+    flags: Array | None = None
     finite: bool = False
 
     @property

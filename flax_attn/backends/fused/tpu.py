@@ -26,9 +26,8 @@ def arrange(x: Array) -> Array:
     return x.swapaxes(1, 2)
 
 
-def asks_if_finite(arrays: Sequence[Array]) -> bool:
-    """Return whether a kernel has loops of its own for arrays in which all numbers are finite."""
-    return False
+def flags(arrays: Sequence[Array], interpret: bool) -> None:
+    """Return None: this form tests each tile."""
 
 
 def width_of(size: int) -> int:
