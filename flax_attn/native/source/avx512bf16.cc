@@ -24,6 +24,8 @@ static void product(const MatrixProduct& x, Pool& pool) {
 }
 
 static void quantized(const QuantizedProduct& x, Pool& pool) {
+  if (x.type == Type::bfloat16 && x.codes == Codes::int8)
+    return multiply_held<BFloat16, InDots<int8_t>, int8_t, float>(x, pool);
   if (x.type == Type::bfloat16 && x.codes == Codes::e4m3)
     return multiply_held<BFloat16, InDots<E4M3>, E4M3, float>(x, pool);
   if (x.type == Type::bfloat16 && x.codes == Codes::e2m1)

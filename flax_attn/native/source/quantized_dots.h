@@ -1,6 +1,11 @@
 // Products with held matrices in bfloat16, which holds every number of them but for its scale: by the instruction of
 // `dots.h`, and nothing is widened to float32.
 
+// 32 integers of 8 bits, each of which bfloat16 holds.
+static inline __m512i bfloats(const int8_t* x) {
+  const Pair wide = load_pair(x);
+  return (__m512i)_mm512_cvtne2ps_pbh((__m512)wide.second, (__m512)wide.first);
+}
 // 32 numbers of 8 bits, each with its sign in a lane.
 static inline __m512i bfloats(const E4M3* x) {
   const __m512i lanes = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)x));
