@@ -14,14 +14,15 @@ NEWEST_PYTHON ?= $(shell for python in python3.13 python3.14 python3.12 $$HOME/.
 NATIVE := setup.py $(wildcard flax_attn/native/source/*)
 
 # What another JAX or Flax can break: whatever uses their interfaces. The arithmetic is proven by make against. Left out are what
-# reads files alone (test_edited_configs.py) and what takes longest to use what the others use (test_stack.py, test_turns.py,
-# and the models on meshes).
+# reads or writes files alone, what takes longest to use what the others use (test_stack.py, test_turns.py, test_device_check.py,
+# test_long_runs.py, and the models on meshes), and types, which are checked once, by make test.
+NOT_NEWEST := $(addprefix %/test_, checkpoint_folders.py device_check.py edited_configs.py encoder_folders.py folders.py \
+	imports.py interrupted_saves.py killed_writers.py long_runs.py stack.py turns.py types.py)
 NEWEST_TESTS := $(addprefix tests/backends/test_, choose.py cudnn.py splash.py tokamax.py dense.py) \
 	$(addprefix tests/modules/test_, cache.py linen_bridge.py state.py transforms.py) \
 	$(addprefix tests/sharding/test_, generate.py parameters.py pretrained.py) \
-	$(filter-out $(addprefix %/test_, edited_configs.py stack.py turns.py),$(wildcard tests/models/test_*.py)) tests/training \
 	tests/backends/test_fused.py::test_functions_of_scores_with_the_gradients_of_what_they_capture \
-	$(filter-out tests/test_types.py,$(wildcard tests/test_*.py))  # types are checked once, by make test
+	$(filter-out $(NOT_NEWEST),$(wildcard tests/models/test_*.py tests/training/test_*.py tests/test_*.py))
 
 # What is compiled once is kept: the same small programs come up in the proof and in many tests.
 parity against faults distributed field field-by-hand everywhere docs fuzz right test test-newest test-oldest: export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/build/compiled

@@ -1,4 +1,7 @@
-"""Test the tests: every fault that is patched in is detected, first by the expected check."""
+"""Test the tests: a fault that is patched in is detected, first by the expected check.
+
+Here a share of the variants is tried; `flax-attn faults` tries them all.
+"""
 
 import sys
 from dataclasses import replace
@@ -32,11 +35,12 @@ PASSES = {
     "no_causal_mask": set(),
     "transposed_kernel": set(),
 }
-# The share of the variants whose faults are explained here; `flax-attn faults` takes them all.
-EXPLAINED = list(ROWS)[::6]
+# The variants whose faults are detected here, and those whose faults are explained, too.
+SHARE = list(ROWS)[::3]
+EXPLAINED = SHARE[::2]
 
 
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("row", SHARE)
 def test_every_fault_is_detected_first_by_the_check_that_should(row):
     faults, watched = _faults(row), []
     detections = detect.detect(faults, watch=watched.append, explain=row in EXPLAINED)

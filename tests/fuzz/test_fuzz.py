@@ -12,7 +12,7 @@ from flax_attn.backends.call import Unsupported
 from . import attention, cases, spoiled, workers
 from .judge import Wrong, refused
 
-SHARE = 50  # about a minute of processor time, where nothing is compiled yet
+SHARE = 25  # half a minute of processor time, where nothing is compiled yet
 SCRIPTS = {
     "no answer in 2 s": "import time; time.sleep(60)",
     "the process died: exit status -11": "import os; input(); os.kill(os.getpid(), 11)",
