@@ -81,12 +81,13 @@ def test_a_signal_while_everything_is_imported_is_one_line_too():
             assert error == b"flax-attn: interrupted\n"
 
 
-def test_an_interrupt_that_is_ignored_stays_so():
+def test_an_interrupt_that_is_ignored_stays_so(tmp_path):
     code = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n" + AT_WORK.format(
         work="import os, signal; os.kill(os.getpid(), signal.SIGINT); child.kill(); return 0"
     )
+    command = [sys.executable, "-c", code]
     run = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60
+        command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60
     )
     assert (run.returncode, run.stderr) == (0, "")
 
