@@ -1020,6 +1020,28 @@ def test_a_stop_is_found_among_others_whatever_it_is_called(paired):
     assert "0.25" in found.hypotheses[0].flax.places[0].source
 
 
+def test_a_value_that_is_another_times_a_number_says_by_which(paired):
+    stop = jax.lax.stop_gradient
+
+    def flax(x, y):
+        code, kept = jnp.sin(x), jnp.cos(y)
+        first, second = jnp.mean((stop(code) - kept) ** 2), jnp.mean((code - stop(kept)) ** 2)
+        return 0.25 * first + second
+
+    def theirs(x, y):
+        code, kept = torch.sin(x), torch.cos(y)
+        first, second = (code.detach() - kept).pow(2).mean(), (code - kept.detach()).pow(2).mean()
+        return first + 0.25 * second
+
+    with on_cpu():
+        found = difference(paired(flax, theirs, X, X))
+    assert found.repaired
+    assert {one.note for one in found.hypotheses} == {
+        "what torch has is 0.25 times what flax has",
+        "what torch has is 4 times what flax has",
+    }
+
+
 def test_what_is_gathered_at_other_places_is_another_value(as_a_user_has_jax):
     # Every row is taken twice on both sides, so that both hold the same numbers.
     ends = np.array([1, 2, 3, 4, 0, 0, 1, 2, 3, 4]), np.array([0, 1, 2, 3, 4, 2, 3, 4, 0, 1])

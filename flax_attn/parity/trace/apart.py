@@ -1,4 +1,4 @@
-"""How far two arrays are apart: in few elements, or by the rounding of float32."""
+"""How far two arrays are apart: in few elements, by a factor, or by the rounding of float32."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ import numpy as np
 from flax_attn.parity.trace.gaps import Gap
 from flax_attn.parity.trace.layouts import laid_out
 from flax_attn.parity.trace.notation import plain
-from flax_attn.parity.trace.numbers import LAYOUTS
+from flax_attn.parity.trace.numbers import LAYOUTS, same_array
 
 # The numbers of an array whose elements are compared one by one.
 DISTINCT = 4
 # What arrays differ by that were computed in float32 in two orders.
 ROUNDED = 64 * float(np.finfo(np.float32).eps)
+# The relative error of a number that is written with few digits.
+SHORT = 1e-10
 # The layouts that are tried of each of several values that differ.
 TRIED = 3
 
@@ -35,6 +37,26 @@ def few_apart(gap: Gap) -> str:
         first = tuple(apart[0].tolist())
         values = f"flax {plain(ours[first].item())}, torch {plain(there[first].item())}"
         return f"{len(apart)} of {ours.size} elements differ, the first at {plain(first)}: {values}"
+    return ""
+
+
+def times_apart(gap: Gap) -> str:
+    """Return by which number one of two arrays is the other, if they differ in nothing else."""
+    if gap.parameter not in ("operation", "operand") or gap.flax is None or gap.torch is None:
+        return ""
+    if gap.flax.origin is None or gap.torch.origin is None:
+        return ""
+    ours, theirs = gap.flax.origin.value, gap.torch.origin.value
+    if ours.dtype.kind != "f" or theirs.dtype.kind != "f":
+        return ""
+    for there in islice(laid_out(theirs, ours.shape), TRIED):
+        largest = np.abs(ours).argmax()
+        with np.errstate(all="ignore"):
+            ratio = float(there.flat[largest] / ours.flat[largest])
+        # Any two numbers have a ratio: of those a short one alone says something.
+        is_short = abs(float(plain(ratio)) - ratio) <= SHORT * abs(ratio)
+        if (ours.size > 1 or is_short) and same_array(ours * ratio, there):
+            return f"what torch has is {plain(ratio)} times what flax has"
     return ""
 
 

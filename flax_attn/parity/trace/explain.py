@@ -9,7 +9,7 @@ from itertools import islice, product
 import numpy as np
 
 from flax_attn.parity.trace.align import Alignment, Repair, cone
-from flax_attn.parity.trace.apart import few_apart, layouts_of, rounded_apart, rounded_by
+from flax_attn.parity.trace.apart import few_apart, layouts_of, rounded_apart, rounded_by, times_apart
 from flax_attn.parity.trace.axes import axes_of, in_layout_of, innermost
 from flax_attn.parity.trace.builder import Builder
 from flax_attn.parity.trace.candidates import beyond_layout
@@ -178,7 +178,7 @@ class _Explained:
             elif part is not None and gap.parameter == "operation":
                 lines[1:1] = _origins(part)
             sides.append(Side(value, text(top, names), places(lines), length))
-        note = few_apart(gap)
+        note = few_apart(gap) or times_apart(gap)
         rounded = rounded_apart(gap)
         if rounded:
             gap, note = replace(gap, parameter="rounding"), f"{rounded:.1e}"
