@@ -1020,6 +1020,31 @@ def test_a_stop_is_found_among_others_whatever_it_is_called(paired):
     assert "0.25" in found.hypotheses[0].flax.places[0].source
 
 
+def test_a_line_that_stops_another_operand_is_found(paired):
+    stop = jax.lax.stop_gradient
+
+    def flax(x, y):
+        code, near = jnp.sin(x), jnp.cos(y)
+        loss = jnp.sum((stop(code) - near) ** 2)
+        straight = stop(code) + (near - stop(code))
+        return jnp.tanh(straight), loss
+
+    def theirs(x, y):
+        code, near = torch.sin(x), torch.cos(y)
+        loss = (code.detach() - near).pow(2).sum()
+        straight = code + (near - code).detach()
+        return straight.tanh(), loss
+
+    with on_cpu():
+        found = difference(paired(flax, theirs, X, X))
+    assert found.repaired
+    stopped, detached = found.hypotheses
+    assert stopped.operation == "stop_gradient"
+    assert stopped.flax.places[0].source == "straight = stop(code) + (near - stop(code))"
+    assert detached.operation == "detach"
+    assert detached.torch.places[0].source == "straight = code + (near - code).detach()"
+
+
 def test_a_value_that_is_another_times_a_number_says_by_which(paired):
     stop = jax.lax.stop_gradient
 

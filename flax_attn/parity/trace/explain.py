@@ -9,7 +9,13 @@ from itertools import islice, product
 import numpy as np
 
 from flax_attn.parity.trace.align import Alignment, Repair, cone
-from flax_attn.parity.trace.apart import few_apart, layouts_of, rounded_apart, rounded_by, times_apart
+from flax_attn.parity.trace.apart import (
+    few_apart,
+    layouts_of,
+    rounded_apart,
+    rounded_by,
+    times_apart,
+)
 from flax_attn.parity.trace.axes import axes_of, in_layout_of, innermost
 from flax_attn.parity.trace.builder import Builder
 from flax_attn.parity.trace.candidates import beyond_layout

@@ -39,6 +39,13 @@ def stopped_gradients(pair: Pair, traced: object, alignment: Alignment) -> list[
     # Where values do not say which operand is meant, each that holds the number is tried.
     for node in theirs:
         attempts += [([], [node], own | {key}) for key in _candidates(alignment, node)]
+    # A line may stop other operands than PyTorch's does, as in a straight-through estimate.
+    missing = [node for node in theirs if own.isdisjoint(_counterparts(alignment, node))]
+    for nodes in _by_line(ours):
+        kept = own.difference(*(_uses(users[node], node) for node in nodes))
+        attempts.append((nodes, [], kept))
+        for node in missing:
+            attempts += [(nodes, [node], kept | {key}) for key in _candidates(alignment, node)]
     attempts = attempts[:TRIED]
     errors = runs.gradients_with_stops(pair, traced)
     for removed, put, stopped in attempts:
@@ -50,6 +57,14 @@ def stopped_gradients(pair: Pair, traced: object, alignment: Alignment) -> list[
             found += [_hypothesis(node, uses) for node in put]
             return list({one.kind: one for one in found}.values())
     return []
+
+
+def _by_line(nodes: Sequence[Node]) -> list[list[Node]]:
+    """Return nodes in groups of one line of source each."""
+    lines: dict[str, list[Node]] = {}
+    for node in nodes:
+        lines.setdefault(str(node.place), []).append(node)
+    return list(lines.values())
 
 
 def _is_ours(node: Node, users: Mapping[Node, Sequence[Node]]) -> bool:
