@@ -156,6 +156,22 @@ def test_order_gives_way_to_names_and_numbers(ours):
     assert "ambiguous" in lines(flax_linears(*ours), torch_linears(*theirs))[1]
 
 
+def test_names_go_before_order_though_a_module_around_them_has_a_word_of_theirs():
+    # "linear" says nothing, so that `a` is a word of the module and of one of its layers.
+    ours = Flax(part_a=flax_linears("linear_a", "linear"))
+    theirs = Torch(part_a=Torch(inner=torch_linears("linear", "linear_a")))
+    assert partners(ours, theirs) == {
+        "part_a.inner.linear": ("part_a.linear.kernel",),
+        "part_a.inner.linear_a": ("part_a.linear_a.kernel",),
+    }
+
+
+def test_numbers_against_the_order_are_ambiguous_though_one_is_in_another_module():
+    theirs = Torch(block2=nn.Linear(D, D), block1=torch_linears("inner"))
+    found = lines(flax_linears("layer0", "layer1"), theirs)
+    assert "ambiguous" in found[1]
+
+
 def test_rules_settle_a_part():
     ours, theirs = flax_linears("query", "other", "same"), torch_linears("a", "b", "same")
     rules = [

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Literal
 
-from flax_attn.convert.match.names import ATTENTION_INPUTS, Key, distinguishing, key_of
+from flax_attn.convert.match.names import ATTENTION_INPUTS, Key, distinguishing, in_order, key_of
 from flax_attn.convert.match.tree import Group, Layer, layers_of
 
 Item = Layer | Group
@@ -191,16 +191,18 @@ class _Level:
         return one, other, "name" if named else "shape"
 
     def _by_name(self, left: list[Item], right: list[Item]) -> list[Settled] | None:
-        paths = self.ours.paths(left), self.theirs.paths(right)
+        here, there = self.ours.paths(left), self.theirs.paths(right)
+        ordered = in_order(here, there), in_order(there, here)
         # Whole paths come first: they are stricter than what tells items apart.
-        for ours, theirs in (paths, self._keys(left, right)):
+        for ours, theirs in ((here, there), ordered, self._keys(left, right)):
             if set(ours) == set(theirs) and len(set(ours)) == len(left):
                 return _joined(left, ours, right, theirs, "name")
         return None
 
     def _by_number(self, left: list[Item], right: list[Item]) -> list[Settled] | None:
-        ours, theirs = map(_ranks, self._keys(left, right))
-        if ours is None or theirs is None:
+        keys = self._keys(left, right)
+        ours, theirs = map(_ranks, keys)
+        if ours is None or theirs is None or any(key.words for key in chain(*keys)):
             return None
         return _joined(left, ours, right, theirs, "number")
 
@@ -274,7 +276,7 @@ def _ranks(keys: list[Key]) -> list[int] | None:
     numbers = [key.numbers for key in keys]
     lengths = {len(own) for own in numbers}
     repeated = len(set(numbers)) < len(keys)
-    if repeated or len(lengths) > 1 or any(key.words for key in keys):
+    if repeated or len(lengths) > 1:
         return None
     return [sorted(numbers).index(own) for own in numbers]
 

@@ -66,12 +66,32 @@ def key_of(path: tuple[str, ...]) -> Key:
         >>> key_of(("LayerNorm_0",))
         Key(words=('norm',), numbers=(0,))
     """
-    tokens = []
-    for part in path:
-        tokens += _tokens(part)
+    tokens = _in_order(path)
     words = {token for token in tokens if not token.isdigit()}
     numbers = tuple(int(token) for token in tokens if token.isdigit())
     return Key(tuple(sorted(words)), numbers)
+
+
+def in_order(paths: list[tuple[str, ...]], others: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Return the words and numbers of each path, in order, as often as they occur.
+
+    The words of modules around all of these are left out if no other path has them.
+
+    Example:
+        >>> in_order([("inner", "a_b"), ("inner", "b_a")], [("a_b",), ("b_a",)])
+        [('a', 'b'), ('b', 'a')]
+    """
+    every = [_in_order(path) for path in paths]
+    elsewhere = {token for path in others for token in _in_order(path)}
+    around = set.intersection(*map(set, every)) - elsewhere
+    return [tuple(token for token in own if token not in around) for own in every]
+
+
+def _in_order(path: tuple[str, ...]) -> list[str]:
+    tokens = []
+    for part in path:
+        tokens += _tokens(part)
+    return tokens
 
 
 def distinguishing(paths: list[tuple[str, ...]]) -> list[Key]:
