@@ -47,15 +47,16 @@ def times_apart(gap: Gap) -> str:
     if gap.flax.origin is None or gap.torch.origin is None:
         return ""
     ours, theirs = gap.flax.origin.value, gap.torch.origin.value
-    if ours.dtype.kind != "f" or theirs.dtype.kind != "f":
+    if not ours.size or ours.dtype.kind != "f" or theirs.dtype.kind != "f":
         return ""
     for there in islice(laid_out(theirs, ours.shape), TRIED):
         largest = np.abs(ours).argmax()
         with np.errstate(all="ignore"):
             ratio = float(there.flat[largest] / ours.flat[largest])
+            multiplied = ours * ratio
         # Any two numbers have a ratio: of those a short one alone says something.
         is_short = abs(float(plain(ratio)) - ratio) <= SHORT * abs(ratio)
-        if (ours.size > 1 or is_short) and same_array(ours * ratio, there):
+        if (ours.size > 1 or is_short) and same_array(multiplied, there):
             return f"what torch has is {plain(ratio)} times what flax has"
     return ""
 
