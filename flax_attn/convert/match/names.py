@@ -66,7 +66,7 @@ def key_of(path: tuple[str, ...]) -> Key:
         >>> key_of(("LayerNorm_0",))
         Key(words=('norm',), numbers=(0,))
     """
-    tokens = _in_order(path)
+    tokens = _path_tokens(path)
     words = {token for token in tokens if not token.isdigit()}
     numbers = tuple(int(token) for token in tokens if token.isdigit())
     return Key(tuple(sorted(words)), numbers)
@@ -81,13 +81,13 @@ def in_order(paths: list[tuple[str, ...]], others: list[tuple[str, ...]]) -> lis
         >>> in_order([("inner", "a_b"), ("inner", "b_a")], [("a_b",), ("b_a",)])
         [('a', 'b'), ('b', 'a')]
     """
-    every = [_in_order(path) for path in paths]
-    elsewhere = {token for path in others for token in _in_order(path)}
+    every = [_path_tokens(path) for path in paths]
+    elsewhere = {token for path in others for token in _path_tokens(path)}
     around = set.intersection(*map(set, every)) - elsewhere
     return [tuple(token for token in own if token not in around) for own in every]
 
 
-def _in_order(path: tuple[str, ...]) -> list[str]:
+def _path_tokens(path: tuple[str, ...]) -> list[str]:
     tokens = []
     for part in path:
         tokens += _tokens(part)

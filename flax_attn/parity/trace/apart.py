@@ -24,9 +24,10 @@ TRIED = 3
 
 def few_apart(gap: Gap) -> str:
     """Return at how many places two arrays of a few numbers differ, such as masks."""
-    if gap.flax is None or gap.torch is None or gap.flax.origin is None or gap.torch.origin is None:
+    values = _values(gap)
+    if values is None:
         return ""
-    ours, theirs = gap.flax.origin.value, gap.torch.origin.value
+    ours, theirs = values
     for there in laid_out(theirs, ours.shape):
         floating = any(x.dtype.kind in "fc" for x in (ours, theirs))
         if floating and max(len(np.unique(ours)), len(np.unique(theirs))) > DISTINCT:
@@ -42,11 +43,10 @@ def few_apart(gap: Gap) -> str:
 
 def times_apart(gap: Gap) -> str:
     """Return by which number one of two arrays is the other, if they differ in nothing else."""
-    if gap.parameter not in ("operation", "operand") or gap.flax is None or gap.torch is None:
+    values = _values(gap)
+    if gap.parameter not in ("operation", "operand") or values is None:
         return ""
-    if gap.flax.origin is None or gap.torch.origin is None:
-        return ""
-    ours, theirs = gap.flax.origin.value, gap.torch.origin.value
+    ours, theirs = values
     if not ours.size or ours.dtype.kind != "f" or theirs.dtype.kind != "f":
         return ""
     for there in islice(laid_out(theirs, ours.shape), TRIED):
@@ -66,12 +66,11 @@ def rounded_apart(gap: Gap) -> float:
 
     Tables are built in float32 on both sides as a rule, each with roundings of its own.
     """
-    if gap.parameter != "operation" or gap.flax is None or gap.torch is None:
+    values = _values(gap)
+    operations = [part.operation for part in (gap.flax, gap.torch) if part is not None]
+    if gap.parameter != "operation" or values is None or "cast" in operations:
         return 0.0
-    cast = "cast" in (gap.flax.operation, gap.torch.operation)
-    if cast or gap.flax.origin is None or gap.torch.origin is None:
-        return 0.0
-    ours, theirs = gap.flax.origin.value, gap.torch.origin.value
+    ours, theirs = values
     if not any(x.dtype.kind == "f" and (x == x.astype(np.float32)).all() for x in (ours, theirs)):
         return 0.0
     layouts = islice(laid_out(theirs, ours.shape), LAYOUTS)
@@ -92,5 +91,14 @@ def rounded_by(ours: np.ndarray, theirs: np.ndarray) -> float:
 
 def layouts_of(gap: Gap) -> Iterator[np.ndarray]:
     """Yield the value that PyTorch has at a gap in layouts of that of JAX, if both have one."""
-    if gap.flax and gap.torch and gap.flax.origin and gap.torch.origin:
-        yield from islice(laid_out(gap.torch.origin.value, gap.flax.origin.value.shape), TRIED)
+    values = _values(gap)
+    if values is not None:
+        ours, theirs = values
+        yield from islice(laid_out(theirs, ours.shape), TRIED)
+
+
+def _values(gap: Gap) -> tuple[np.ndarray, np.ndarray] | None:
+    """Return the arrays of JAX and of PyTorch at a gap, if both have one."""
+    ours = gap.flax and gap.flax.origin
+    theirs = gap.torch and gap.torch.origin
+    return None if ours is None or theirs is None else (ours.value, theirs.value)
