@@ -1,8 +1,13 @@
-"""Norms that take the variance in one pass, which the outputs of a whole model need not show."""
+"""Norms of Flax that take the variance in one pass, `mean(x^2) - mean(x)^2`."""
+
+from __future__ import annotations
 
 from typing import Any
 
 from flax import nnx
+
+from flax_attn.parity.adapters.jax_adapter import JaxAdapter
+from flax_attn.parity.pair import Pair
 
 # Those that have the argument `use_fast_variance`.
 NORMS = (nnx.BatchNorm, nnx.GroupNorm, nnx.LayerNorm)
@@ -19,17 +24,35 @@ def note_on_variance(module: Any) -> list[str]:
         >>> note_on_variance(nnx.LayerNorm(3, rngs=nnx.Rngs(0)))[0][:44]
         '1 norm takes the variance in one pass (as it'
     """
-    if not isinstance(module, nnx.Module):
-        return []
-    found = []
-    for path, node in nnx.iter_graph(module):
-        if isinstance(node, NORMS) and node.use_fast_variance:
-            found.append(path)
+    found = _names(module)
     if not found:
         return []
-    first = ".".join(map(str, found[0])) or "it"
     count = "1 norm takes" if len(found) == 1 else f"{len(found)} norms take"
     return [
-        f"{count} the variance in one pass (as {first} does), which loses its digits where the mean"
-        " is large beside the deviation, and PyTorch does not: pass use_fast_variance=False"
+        f"{count} the variance in one pass (as {found[0]} does), which loses its digits where the"
+        " mean is large beside the deviation, and PyTorch does not: pass use_fast_variance=False"
     ]
+
+
+def in_two_passes(pair: Pair) -> Pair | None:
+    """Return the pair with `use_fast_variance=False` in all norms of Flax; None if all have it."""
+    adapter = pair.flax
+    if not isinstance(adapter, JaxAdapter) or not _names(adapter.module):
+        return None
+    module = nnx.clone(adapter.module)
+    for _, norm in _one_pass(module):
+        norm.use_fast_variance = False
+    return pair.with_flax(adapter.calling(module))
+
+
+def _names(module: Any) -> list[str]:
+    return [".".join(map(str, path)) or "it" for path, _ in _one_pass(module)]
+
+
+def _one_pass(module: Any) -> list[tuple[Any, Any]]:
+    """Return the norms of an NNX module that take the variance in one pass, with their paths."""
+    if not isinstance(module, nnx.Module):
+        return []
+    nodes = nnx.iter_graph(module)
+    norms = [(path, node) for path, node in nodes if isinstance(node, NORMS)]
+    return [(path, norm) for path, norm in norms if norm.use_fast_variance]

@@ -20,6 +20,7 @@ from flax_attn.parity.adapters.adapter import (
 )
 from flax_attn.parity.check import Check, Situation, any_finite, worst_of
 from flax_attn.parity.loaded import loaded
+from flax_attn.parity.one_pass import in_two_passes
 from flax_attn.parity.padding import GRADIENT_OF, padding_in_torch
 from flax_attn.parity.pair import Pair
 from flax_attn.parity.trace.norms import offset_errors
@@ -27,6 +28,11 @@ from flax_attn.parity.variations import are_finite
 
 Change = Callable[[np.ndarray], np.ndarray]
 PADDING = "non-finite padding"
+MEAN_OFFSET = "mean offset"
+ONE_PASS = (
+    "it fails by the variance that norms of Flax take in one pass, and holds with"
+    " use_fast_variance=False"
+)
 # Tokens: enough for positions to matter, and no multiple of anything.
 LONG = 193
 # Factors of the weight matrices, the first at which rounding changes less than this.
@@ -132,7 +138,7 @@ STRESS_INPUTS: dict[str, Callable[[Pair], Situation]] = {
     "huge logits": huge_logits,
     "huge scores": huge_scores,
     "small activations": small_activations,
-    "mean offset": mean_offset,
+    MEAN_OFFSET: mean_offset,
     "duplicate tokens": duplicate_tokens,
     "single token": single_token,
     "long sequence": long_sequence,
@@ -145,8 +151,20 @@ def stress(name: str, pair: Pair) -> Check:
     """Compare float64 outputs and gradients on a stress input; at a mean offset, also each norm.
 
     The limit is the rule, or what rounding does to the PyTorch module, whichever is larger.
+
+    Raises:
+        Untested: if it is only the variance of Flax's own norms that breaks the rule.
     """
-    within = offset_errors(pair) if name == "mean offset" else {}
+    check = _stress(name, pair)
+    if name == MEAN_OFFSET and check.failed:
+        repaired = in_two_passes(pair)
+        if repaired is not None and _stress(name, repaired).passed:
+            raise Untested(ONE_PASS)
+    return check
+
+
+def _stress(name: str, pair: Pair) -> Check:
+    within = offset_errors(pair) if name == MEAN_OFFSET else {}
     try:
         hard = STRESS_INPUTS[name](pair)
     except NotRun:

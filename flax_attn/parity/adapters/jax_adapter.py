@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial, wraps
@@ -30,7 +31,7 @@ from flax_attn.parity.adapters.jax_arrays import (
     floating,
     round_stochastically,
 )
-from flax_attn.parity.adapters.jax_parts import take_apart
+from flax_attn.parity.adapters.jax_parts import Parts, take_apart
 from flax_attn.parity.adapters.jax_programs import Programs
 from flax_attn.parity.adapters.jax_training import Training
 from flax_attn.parity.adapters.module_adapter import ModuleAdapter
@@ -54,6 +55,10 @@ def _promoting(method: Callable) -> Callable:
             return method(self, *arguments, **options)
 
     return promoting
+
+
+def _in_each_mode(module: Any) -> dict[Mode, Parts]:
+    return {mode: take_apart(module, mode) for mode in get_args(Mode)}
 
 
 class JaxAdapter(ModuleAdapter):
@@ -92,7 +97,7 @@ class JaxAdapter(ModuleAdapter):
         self.device = device
         self.programs = Programs(self._stepped)
         self._place = place
-        self._modes = {mode: take_apart(module, mode) for mode in get_args(Mode)}
+        self._modes = _in_each_mode(module)
         parts = self._modes["eval"]
         # Copies: weights are loaded into them, and the module stays as it is.
         self._params: dict[str, Any] = dict(parts.params)
@@ -121,6 +126,14 @@ class JaxAdapter(ModuleAdapter):
             own = self._params if entry.ours[0] in self._params else self._statistics
             split = entry.split(weights[entry.theirs])
             own.update(split)
+
+    def calling(self, module: Any) -> JaxAdapter:
+        """Return an adapter that calls another module, of the same parameters, in the same way."""
+        other = copy.copy(self)
+        other.module = module
+        other.programs = Programs(other._stepped)
+        other._modes = _in_each_mode(module)
+        return other
 
     def built(self, mode: Mode = "eval", dtype: str = "float64") -> Any:
         """Return the module with its parameters, in a dtype."""
