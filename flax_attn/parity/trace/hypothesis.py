@@ -104,18 +104,19 @@ def grouped_by_kind(every: Iterable[Hypothesis]) -> tuple[Hypothesis, ...]:
     """Return hypotheses, of which those of repeated layers are one."""
     grouped: dict[tuple, Hypothesis] = {}
     for one in every:
-        known = grouped.get(one.kind)
-        if known is None:
-            grouped[one.kind] = one
-        elif one.node not in (known.node, *known.also):
-            grouped[one.kind] = replace(known, also=(*known.also, one.node))
+        kind = one.kind
+        first = grouped.setdefault(kind, one)
+        if one.node not in (first.node, *first.also):
+            also = (*first.also, one.node)
+            grouped[kind] = replace(first, also=also)
     return tuple(grouped.values())
 
 
 def places(nodes: Iterable[Node]) -> tuple[Place, ...]:
     """Return the lines of nodes, each once."""
-    lines: dict[tuple[str, int], Place] = {}
+    # Two calls of one function differ in their caller and are one line.
+    lines: dict[tuple[str, int] | None, Place] = {}
     for node in nodes:
         if node.place is not None:
-            lines.setdefault((node.place.file, node.place.line), node.place)
+            lines.setdefault(node.line, node.place)
     return tuple(lines.values())

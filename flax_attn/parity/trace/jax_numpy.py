@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -13,6 +15,9 @@ from scipy import special
 from flax_attn.parity.jaxprs import bind
 
 Arrays = Sequence[np.ndarray]
+Axes = Sequence[int]
+Params = Mapping[str, Any]
+Rule = Callable[..., np.ndarray]
 ELEMENTWISE: dict[str, Callable[..., Any]] = {
     "add": np.add,
     "add_any": np.add,
@@ -30,6 +35,8 @@ ELEMENTWISE: dict[str, Callable[..., Any]] = {
     "sin": np.sin,
     "cos": np.cos,
     "sqrt": np.sqrt,
+    "rsqrt": lambda x: 1 / np.sqrt(x),
+    "logistic": lambda x: 1 / (1 + np.exp(-x)),
     "abs": np.abs,
     "sign": np.sign,
     "floor": np.floor,
@@ -69,117 +76,90 @@ CUMULATIVE: dict[str, Callable[..., Any]] = {
 }
 
 
-def _transpose(params: Mapping[str, Any], operands: Arrays) -> np.ndarray:
-    return np.transpose(operands[0], params["permutation"])
-
-
-def _reshape(params: Mapping[str, Any], operands: Arrays) -> np.ndarray:
-    return np.reshape(operands[0], params["new_sizes"])
-
-
-def _squeeze(params: Mapping[str, Any], operands: Arrays) -> np.ndarray:
-    return np.squeeze(operands[0], tuple(params["dimensions"]))
-
-
-def _expand(params: Mapping[str, Any], operands: Arrays) -> np.ndarray:
-    return np.expand_dims(operands[0], tuple(params["dimensions"]))
-
-
-def _broadcast(params: Mapping[str, Any], operands: Arrays) -> np.ndarray:
-    shape, kept = params["shape"], params["broadcast_dimensions"]
-    x = operands[0]
-    spread = [1] * len(shape)
-    for axis, size in zip(kept, x.shape, strict=True):
+def _broadcast(params: Params, x: np.ndarray) -> np.ndarray:
+    spread = [1] * len(params["shape"])
+    for axis, size in zip(params["broadcast_dimensions"], x.shape, strict=True):
         spread[axis] = size
-    return np.broadcast_to(x.reshape(spread), shape)
+    return np.broadcast_to(x.reshape(spread), params["shape"])
 
 
-def _concatenate(params: Mapping[str, Any], operands: Arrays) -> np.ndarray:
-    return np.concatenate(operands, params["dimension"])
+def _slice(params: Params, x: np.ndarray) -> np.ndarray:
+    starts, stops = params["start_indices"], params["limit_indices"]
+    steps = params["strides"] or [1] * len(starts)
+    return x[tuple(map(slice, starts, stops, steps))]
 
 
-def _slice(params: Mapping[str, Any], operands: Arrays) -> np.ndarray:
-    steps = params["strides"] or [1] * len(params["start_indices"])
-    bounds = zip(params["start_indices"], params["limit_indices"], steps, strict=True)
-    return operands[0][tuple(slice(*bound) for bound in bounds)]
-
-
-def _reverse(params: Mapping[str, Any], operands: Arrays) -> np.ndarray:
-    return np.flip(operands[0], tuple(params["dimensions"]))
-
-
-def _select(params: Mapping[str, Any], operands: Arrays) -> np.ndarray:
-    which, *cases = operands
+def _select(params: Params, which: np.ndarray, *cases: np.ndarray) -> np.ndarray:
     if which.dtype != bool:
         return np.choose(which, cases)
     return np.where(which, cases[1], cases[0])
 
 
-def _reduce(name: str) -> Callable[[Mapping[str, Any], Arrays], np.ndarray]:
+def _reduce(name: str) -> Rule:
     function = REDUCTIONS[name]
-    return lambda params, operands: function(operands[0], axis=tuple(params["axes"]))
+    return lambda params, x: function(x, axis=tuple(params["axes"]))
 
 
-def _power(params: Mapping[str, Any], operands: Arrays) -> np.ndarray:
-    return operands[0] ** params["y"]
-
-
-def _cumulative(name: str) -> Callable[[Mapping[str, Any], Arrays], np.ndarray]:
+def _cumulative(name: str) -> Rule:
     function = CUMULATIVE[name]
 
-    def accumulated(params: Mapping[str, Any], operands: Arrays) -> np.ndarray:
+    def accumulated(params: Params, x: np.ndarray) -> np.ndarray:
         axis = params["axis"]
         if not params["reverse"]:
-            return function(operands[0], axis=axis)
-        return np.flip(function(np.flip(operands[0], axis), axis=axis), axis)
+            return function(x, axis=axis)
+        backward = function(np.flip(x, axis), axis=axis)
+        return np.flip(backward, axis)
 
     return accumulated
 
 
-def _iota(params: Mapping[str, Any], operands: Arrays) -> np.ndarray:
+def _iota(params: Params) -> np.ndarray:
     shape, axis = params["shape"], params["dimension"]
-    along = np.arange(shape[axis]).reshape([-1 if i == axis else 1 for i in range(len(shape))])
+    spread = [1] * len(shape)
+    spread[axis] = -1
+    along = np.arange(shape[axis]).reshape(spread)
     return np.broadcast_to(along, shape)
 
 
-def _cast(params: Mapping[str, Any], operands: Arrays) -> np.ndarray:
-    return operands[0].astype(params["new_dtype"])
-
-
-def _dot(params: Mapping[str, Any], operands: Arrays) -> np.ndarray:
+def _dot(params: Params, left: np.ndarray, right: np.ndarray) -> np.ndarray:
     (left_sum, right_sum), (left_batch, right_batch) = params["dimension_numbers"]
-    left, left_free = _as_matrices(operands[0], left_batch, left_sum, last=True)
-    right, right_free = _as_matrices(operands[1], right_batch, right_sum, last=False)
-    batch = tuple(operands[0].shape[axis] for axis in left_batch)
-    return np.matmul(left, right).reshape(batch + left_free + right_free)
+    left_free = _others(left, left_batch, left_sum)
+    right_free = _others(right, right_batch, right_sum)
+    rows = _as_matrices(left, left_batch, left_free, left_sum)
+    columns = _as_matrices(right, right_batch, right_sum, right_free)
+    batch = _sizes(left, left_batch)
+    shape = batch + _sizes(left, left_free) + _sizes(right, right_free)
+    return np.matmul(rows, columns).reshape(shape)
 
 
-def _as_matrices(
-    x: np.ndarray, batch: Sequence[int], summed: Sequence[int], last: bool
-) -> tuple[np.ndarray, tuple[int, ...]]:
-    """Return an array as matrices with the summed axes last or first, and its free sizes."""
-    free = [axis for axis in range(x.ndim) if axis not in batch and axis not in summed]
-    order = [*batch, *free, *summed] if last else [*batch, *summed, *free]
-    sizes = tuple(x.shape[axis] for axis in free)
-    rows = int(np.prod([x.shape[axis] for axis in free], dtype=int))
-    inner = int(np.prod([x.shape[axis] for axis in summed], dtype=int))
-    batches = [x.shape[axis] for axis in batch]
-    shape = [*batches, rows, inner] if last else [*batches, inner, rows]
-    return np.transpose(x, order).reshape(shape), sizes
+def _others(x: np.ndarray, batch: Axes, summed: Axes) -> list[int]:
+    return [axis for axis in range(x.ndim) if axis not in batch and axis not in summed]
 
 
-RULES: dict[str, Callable[[Mapping[str, Any], Arrays], np.ndarray]] = {
-    "transpose": _transpose,
-    "reshape": _reshape,
-    "squeeze": _squeeze,
-    "expand_dims": _expand,
+def _sizes(x: np.ndarray, axes: Axes) -> tuple[int, ...]:
+    return tuple(x.shape[axis] for axis in axes)
+
+
+def _as_matrices(x: np.ndarray, batch: Axes, rows: Axes, columns: Axes) -> np.ndarray:
+    """Return an array as matrices, whose rows and columns each join some axes."""
+    ordered = np.transpose(x, [*batch, *rows, *columns])
+    height, width = math.prod(_sizes(x, rows)), math.prod(_sizes(x, columns))
+    return ordered.reshape(*_sizes(x, batch), height, width)
+
+
+# Functions of the parameters of an operation and its operands.
+RULES: dict[str, Rule] = {
+    "transpose": lambda params, x: np.transpose(x, params["permutation"]),
+    "reshape": lambda params, x: np.reshape(x, params["new_sizes"]),
+    "squeeze": lambda params, x: np.squeeze(x, tuple(params["dimensions"])),
+    "expand_dims": lambda params, x: np.expand_dims(x, tuple(params["dimensions"])),
     "broadcast_in_dim": _broadcast,
-    "concatenate": _concatenate,
+    "concatenate": lambda params, *parts: np.concatenate(parts, params["dimension"]),
     "slice": _slice,
-    "rev": _reverse,
+    "rev": lambda params, x: np.flip(x, tuple(params["dimensions"])),
     "select_n": _select,
-    "integer_pow": _power,
-    "convert_element_type": _cast,
+    "integer_pow": lambda params, x: x ** params["y"],
+    "convert_element_type": lambda params, x: x.astype(params["new_dtype"]),
     "dot_general": _dot,
     "iota": _iota,
     **{name: _reduce(name) for name in REDUCTIONS},
@@ -195,16 +175,16 @@ def function_of(eqn: Any) -> Callable[[Arrays], list[np.ndarray]]:
     if eqn.primitive.name == "split":
         return _split(eqn)
     rule = _rule_of(eqn)
-    dtypes = [getattr(x.aval, "dtype", None) for x in [*eqn.invars, *eqn.outvars]]
-    known = all(_of_numpy(dtype) for dtype in dtypes)
-    if rule is None or not known:
+    dtypes = _dtypes(eqn.invars) + _dtypes(eqn.outvars)
+    if rule is None or not all(map(_of_numpy, dtypes)):
         return _bound(eqn)
-    shape, dtype = eqn.outvars[0].aval.shape, eqn.outvars[0].aval.dtype
+    result = eqn.outvars[0].aval
 
     def function(operands: Arrays) -> list[np.ndarray]:
+        # Infinity and NaN are values of a run, not faults of the evaluation.
         with np.errstate(all="ignore"):
-            value = np.asarray(rule(operands), dtype)
-        return [value.reshape(shape)]
+            value = np.asarray(rule(*operands), result.dtype)
+        return [value.reshape(result.shape)]
 
     return function
 
@@ -214,21 +194,20 @@ def _split(eqn: Any) -> Callable[[Arrays], list[np.ndarray]]:
     return lambda operands: np.split(operands[0], bounds, eqn.params["axis"])
 
 
-def _rule_of(eqn: Any) -> Callable[[Arrays], Any] | None:
-    name, params = eqn.primitive.name, eqn.params
-    if name in ELEMENTWISE:
-        elementwise = ELEMENTWISE[name]
-        return lambda operands: elementwise(*operands)
+def _rule_of(eqn: Any) -> Rule | None:
+    """Return what computes a result from the operands; None where NumPy has no such function."""
+    name = eqn.primitive.name
+    # JAX divides whole numbers toward zero.
     if name == "div" and eqn.outvars[0].aval.dtype.kind == "f":
-        return lambda operands: operands[0] / operands[1]
-    if name == "rsqrt":
-        return lambda operands: 1 / np.sqrt(operands[0])
-    if name == "logistic":
-        return lambda operands: 1 / (1 + np.exp(-operands[0]))
+        return np.divide
     if name in RULES:
-        rule = RULES[name]
-        return lambda operands: rule(params, operands)
-    return None
+        return partial(RULES[name], eqn.params)
+    return ELEMENTWISE.get(name)
+
+
+def _dtypes(atoms: Sequence[Any]) -> list[Any]:
+    # A token has none.
+    return [getattr(atom.aval, "dtype", None) for atom in atoms]
 
 
 def _of_numpy(dtype: Any) -> bool:
@@ -238,20 +217,20 @@ def _of_numpy(dtype: Any) -> bool:
 
 def _bound(eqn: Any) -> Callable[[Arrays], list[np.ndarray]]:
     # What JAX takes, it takes from NumPy as well; a value of PyTorch may have another dtype.
-    kinds = [getattr(atom.aval, "dtype", None) for atom in eqn.invars]
+    dtypes = _dtypes(eqn.invars)
 
     def function(operands: Arrays) -> list[np.ndarray]:
-        given = [_cast_to(x, kind) for x, kind in zip(operands, kinds, strict=True)]
-        return [_as_numpy(result) for result in bind(eqn, given)]
+        given = map(_cast_to, operands, dtypes)
+        return [_as_numpy(result) for result in bind(eqn, list(given))]
 
     return function
 
 
-def _cast_to(x: Any, kind: Any) -> Any:
-    return x.astype(kind) if isinstance(x, np.ndarray) and isinstance(kind, np.dtype) else x
+def _cast_to(x: Any, dtype: Any) -> Any:
+    return x.astype(dtype) if isinstance(x, np.ndarray) and isinstance(dtype, np.dtype) else x
 
 
 def _as_numpy(value: Any) -> Any:
     # A key of a random function stays what it is.
-    key = jnp.issubdtype(value.dtype, jnp.inexact) or jnp.issubdtype(value.dtype, jnp.integer)
-    return np.asarray(value) if key or value.dtype == bool else value
+    number = jnp.issubdtype(value.dtype, jnp.number)
+    return np.asarray(value) if number or value.dtype == bool else value

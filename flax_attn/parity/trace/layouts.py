@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from itertools import islice, permutations
 
@@ -24,26 +25,32 @@ def laid_out(value: np.ndarray, shape: Sequence[int]) -> Iterator[np.ndarray]:
     shape = tuple(shape)
     if value.shape == shape:
         yield value
-    if value.size != int(np.prod(shape, dtype=int)):
+    if value.size != math.prod(shape):
         return
     own = [size for size in value.shape if size != 1]
     wanted = [size for size in shape if size != 1]
     squeezed = value.reshape(own)
+    unmoved = tuple(range(len(own)))
     for order in _orders(own, wanted):
-        if value.shape != shape or order != tuple(range(len(own))):
-            yield np.ascontiguousarray(squeezed.transpose(order)).reshape(shape)
+        # In its own order it came first.
+        if value.shape != shape or order != unmoved:
+            moved = squeezed.transpose(order)
+            yield np.ascontiguousarray(moved).reshape(shape)
+    if len(wanted) <= len(own):
+        return
     # The axes of the result, brought into the order of those that there are.
-    if len(wanted) > len(own):
-        for order in _orders(wanted, own):
-            moved = [wanted[axis] for axis in order]
-            back = np.argsort(order)
-            yield np.ascontiguousarray(squeezed.reshape(moved).transpose(back)).reshape(shape)
+    for order in _orders(wanted, own):
+        sizes = [wanted[axis] for axis in order]
+        moved = squeezed.reshape(sizes).transpose(np.argsort(order))
+        yield np.ascontiguousarray(moved).reshape(shape)
 
 
 def _orders(sizes: list[int], joined: list[int]) -> Iterator[tuple[int, ...]]:
     """Yield the orders of axes whose neighbours can be joined to other sizes."""
     wanted = set(np.cumprod(joined).tolist())
-    for order in islice(permutations(range(len(sizes))), MOST):
-        found = set(np.cumprod([sizes[axis] for axis in order]).tolist())
+    axes = range(len(sizes))
+    for order in islice(permutations(axes), MOST):
+        ordered = [sizes[axis] for axis in order]
+        found = set(np.cumprod(ordered).tolist())
         if wanted <= found:
             yield order

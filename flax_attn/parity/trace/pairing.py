@@ -35,44 +35,53 @@ def pair_paths(
     ours, theirs = list(flax), list(torch)
     if not entries:
         return {ROOT: ROOT} | {path: path for path in ours if path in theirs}
-    held_by_ours = {path: _held(path, [entry.ours for entry in entries]) for path in ours}
-    held_by_theirs = {path: _held(path, [(entry.theirs,) for entry in entries]) for path in theirs}
+    our_groups = _groups(ours, [entry.ours for entry in entries])
+    their_groups = _groups(theirs, [(entry.theirs,) for entry in entries])
+    # What holds nothing has no place of its own, and stands where its parent stands.
+    our_free = our_groups.pop(frozenset(), [])
+    their_free = set(their_groups.pop(frozenset(), []))
     pairs = {ROOT: ROOT}
-    groups = _groups(held_by_theirs)
-    for held, chain in _groups(held_by_ours).items():
-        pairs |= _matched(chain, groups.get(held, []))
-    free = {path for path, held in held_by_theirs.items() if held == frozenset()}
-    for path in (path for path, held in held_by_ours.items() if held == frozenset()):
+    for held, chain in our_groups.items():
+        pairs |= _matched(chain, their_groups.get(held, []))
+    for path in our_free:
         there = _moved(path, pairs)
-        if there in free:
+        if there in their_free:
             pairs[path] = there
     return pairs
 
 
+def _groups(
+    paths: Iterable[str], names: Sequence[Sequence[str]]
+) -> dict[frozenset[int], list[str]]:
+    """Return the paths by the entries that lie under them, without those that cut one in two."""
+    groups = defaultdict(list)
+    for path in paths:
+        held = _held(path, names)
+        if held is not None:
+            groups[held].append(path)
+    return groups
+
+
 def _held(path: str, names: Sequence[Sequence[str]]) -> frozenset[int] | None:
     """Return which entries lie under a path; None if one is only partly there."""
-    inside = [[name.startswith(f"{path}.") for name in parts] for parts in names]
-    if any(any(parts) and not all(parts) for parts in inside):
-        return None
-    return frozenset(i for i, parts in enumerate(inside) if all(parts))
-
-
-def _groups(held: dict[str, frozenset[int] | None]) -> dict[frozenset[int], list[str]]:
-    groups = defaultdict(list)
-    for path, entries in held.items():
-        if entries:
-            groups[entries].append(path)
-    return groups
+    held = []
+    for i, parts in enumerate(names):
+        inside = [name.startswith(f"{path}.") for name in parts]
+        if all(inside):
+            held.append(i)
+        elif any(inside):
+            return None
+    return frozenset(held)
 
 
 def _matched(ours: list[str], theirs: list[str]) -> dict[str, str]:
     # A module within a module may hold the same weights: equal names first, then from the inside
     # out.
     pairs = {path: path for path in ours if path in theirs}
-    left, right = (
-        [p for p in sorted(chain, key=len, reverse=True) if p not in pairs]
-        for chain in (ours, theirs)
-    )
+    left = [path for path in ours if path not in pairs]
+    right = [path for path in theirs if path not in pairs]
+    left.sort(key=len, reverse=True)
+    right.sort(key=len, reverse=True)
     return pairs | dict(zip(left, right, strict=False))
 
 
