@@ -11,15 +11,17 @@ def same_cases(flax: Expression, torch: Expression) -> Expression:
     """Return a choice with the cases in the order of the other side, by the opposite condition."""
     if flax.operation != "where" or torch.operation != "where":
         return torch
+    _, our_first, our_second = flax.operands
     condition, first, second = torch.operands
-    crossed = zip(flax.operands[1:], (second, first), strict=True)
     # What the other choice is may differ, as scores may beside the number that hides them.
-    numbers = [one == other and one.number is not None for one, other in crossed]
-    if first == second or not (any(numbers) or flax.operands[1:] == (second, first)):
+    crossed = (our_first, second), (our_second, first)
+    equal = [one.number for one, other in crossed if one == other]
+    same_number = any(value is not None for value in equal)
+    if first == second or not (same_number or len(equal) == 2):
         return torch
     made = condition.origin
     if made is not None and made.value.dtype == bool:
-        place = torch.origin.place if torch.origin is not None else made.place
+        place = made.place if torch.origin is None else torch.origin.place
         made = Node("not", (made,), ~made.value, place=place)
     opposite = Expression("not", (condition,), (), made)
     if condition.operation == "not":
@@ -32,8 +34,8 @@ def hidden_by_a_term(choice: Expression) -> Expression | None:
     condition, *cases = choice.operands
     for i, case in enumerate(cases):
         if case.number is not None and case.number <= -HIDING:
-            kept = cases[1 - i]
+            shown = cases[1 - i]
             cases[1 - i] = number(0.0)
             term = Expression("where", (condition, *cases), (), choice.origin)
-            return total([(1.0, kept), (1.0, term)], choice.origin)
+            return total([(1.0, shown), (1.0, term)], choice.origin)
     return None

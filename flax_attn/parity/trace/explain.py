@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice, product
 
@@ -16,7 +16,7 @@ from flax_attn.parity.trace.apart import (
     rounded_by,
     times_apart,
 )
-from flax_attn.parity.trace.axes import axes_of, in_layout_of, innermost
+from flax_attn.parity.trace.axes import Along, axes_of, in_layout_of, innermost
 from flax_attn.parity.trace.builder import Builder
 from flax_attn.parity.trace.candidates import beyond_layout
 from flax_attn.parity.trace.expression import Expression, parts
@@ -50,22 +50,121 @@ def parted(alignment: Alignment, wrong: Sequence[str]) -> list[Hypothesis]:
         alignment: values that both runs have.
         wrong: names of the outputs that differ.
     """
-    ours = cone([alignment.flax.outputs[name] for name in wrong], alignment.torch_of)
-    theirs = cone([alignment.torch.outputs[name] for name in wrong], alignment.flax_of)
-    first = [node for node in ours if node.operands and not set(node.operands) & set(ours)]
-    others = [node for node in theirs if node.operands and not set(node.operands) & set(theirs)]
+    flax_outputs = [alignment.flax.outputs[name] for name in wrong]
+    torch_outputs = [alignment.torch.outputs[name] for name in wrong]
+    ours = _first_of(cone(flax_outputs, alignment.torch_of))
+    theirs = _first_of(cone(torch_outputs, alignment.flax_of))
     found = []
-    for flax in first:
-        for torch in others:
-            if flax.operation == torch.operation:
-                found += _Explained(Repair(flax, torch, alignment, flax.value)).same_operands()
-    for name in wrong:
-        flax, torch = alignment.flax.outputs[name], alignment.torch.outputs[name]
+    for flax, torch in product(ours, theirs):
+        if flax.operation == torch.operation:
+            explained = _Explained(Repair(flax, torch, alignment, flax.value))
+            found += explained.same_operands()
+    for flax, torch in zip(flax_outputs, torch_outputs, strict=True):
         # Numbers that both have throughout are moved on the way.
         if torch in alignment.torch_of.get(flax, ()):
             explained = _Explained(Repair(flax, torch, alignment, flax.value))
-            found.append(explained.moved(flax, torch, [turns(flax), turns(torch)]))
+            found.append(explained.moved(flax, torch, turns(flax), turns(torch)))
     return found[:FEW]
+
+
+def _first_of(nodes: Sequence[Node]) -> list[Node]:
+    """Return those of some nodes that are computed from none of them."""
+    inside = set(nodes)
+    return [node for node in nodes if node.operands and inside.isdisjoint(node.operands)]
+
+
+class _Reader:
+    """One side of a repair: what its nodes compute, and how that is written.
+
+    Args:
+        node: node of this side that was replaced, or that replaces the other.
+        before: the alignment before.
+        numbers: the number of each value that both runs have.
+        module: module of the node of PyTorch.
+        ours: whether this is the side of JAX.
+    """
+
+    def __init__(
+        self, node: Node, before: Alignment, numbers: Mapping[Node, int], module: str, ours: bool
+    ):
+        self.node = node
+        self.program = before.flax if ours else before.torch
+        self.shared = before.torch_of if ours else before.flax_of
+        self.builder = Builder(numbers, self.program.varying)
+        self.names = Names(before, self.builder.written, module, ours)
+        self.expression = self.builder(node)
+
+    def opened(self, part: Expression) -> Expression:
+        """Return a value that both have as what this side computes it from."""
+        if part.operation != "leaf" or part.origin is None:
+            return part
+        return self.builder.written(part.origin)
+
+    def whole(self) -> Side:
+        """Return the whole expression."""
+        written = text(self.expression, self.names)
+        lines = places([self.node, *_origins(self.expression)])
+        return Side(written, written, lines, len(whole(self.expression, self.names)))
+
+    def at_gap(self, gap: Gap, part: Expression | None, node: Node, enclosing: Node | None) -> Side:
+        """Return what this side has at a gap inside of a node."""
+        value, length = "", 0
+        if part is not None:
+            value, length = text(part, self.names), len(whole(part, self.names))
+        lines = places(self._nodes_at(gap, part, node, enclosing))
+        return Side(value, text(self._expression_of(node), self.names), lines, length)
+
+    def _nodes_at(
+        self, gap: Gap, part: Expression | None, node: Node, enclosing: Node | None
+    ) -> list[Node]:
+        """Return the nodes at a gap, those first whose lines say most."""
+        origin = None if part is None else part.origin
+        first = origin or enclosing
+        nodes = [moved_from(node), node]
+        if first is not None:
+            nodes.insert(0, first)
+        if part is not None and part.operation == "leaf":
+            # What is wrong is that it is taken here, wherever it was computed.
+            made = [] if origin is None else [moved_from(origin)]
+            nodes = [*self._wrong_users(node), enclosing or node, *made, *nodes]
+        if gap.scaled is not None:
+            nodes = self.builder.scaling(nodes[0], gap.scaled) + nodes
+        if _lacks(part, gap.parameter):
+            # What is missing may be missed where the other operands come from as well.
+            nodes += self._wrong_users(node)
+            computed = part if part is not None and part.operands else self._expression_of(node)
+            nodes += self.builder.makers(computed)
+        elif part is not None and gap.parameter == "operation":
+            nodes[1:1] = _origins(part)
+        return nodes
+
+    def _expression_of(self, node: Node) -> Expression:
+        return self.expression if node is self.node else self.builder.written(node)
+
+    def moved(self, node: Node, moves: Sequence[Node]) -> Side:
+        """Return the operations that move the numbers of a node."""
+        expression = text(self.builder.written(node), self.names)
+        # What is given to a run has no line but those of what computes with it.
+        users = () if node.operands else self.program.users[node]
+        lines = places([node, *reversed(moves), *users])
+        return Side(shown(moves), expression, lines, len(shown(moves)))
+
+    def along(self, node: Node, along: Along) -> Side:
+        """Return the axes of an operation, in the layout of both sides and in its own."""
+        axes, shape = along
+        value = f"axis {plain(axes)} of {plain(shape)}"
+        own = axes_of(node)
+        if along != own:
+            value += f", which is axis {plain(own[0])} in PyTorch"
+        expression = text(self.builder.written(node), self.names)
+        return Side(value, expression, places([node]), len(value))
+
+    def _wrong_users(self, node: Node) -> list[Node]:
+        """Return what this side alone computes with a replaced node that is a value of both."""
+        if node is not self.node or node not in self.shared:
+            return []
+        users = beyond_layout(node, self.program.users)
+        return [user for user in users if user not in self.shared]
 
 
 class _Explained:
@@ -73,23 +172,17 @@ class _Explained:
 
     def __init__(self, repair: Repair):
         self.repair = repair
-        shared = in_order(repair.before)
-        self.flax_builder = Builder(shared, repair.before.flax.varying)
-        self.torch_builder = Builder(shared, repair.before.torch.varying)
-        self.names = (
-            Names(repair.before, self.flax_builder.written, repair.torch.module, ours=True),
-            Names(repair.before, self.torch_builder.written, repair.torch.module),
-        )
-        self.flax = self.flax_builder(repair.flax)
-        self.torch = self.torch_builder(repair.torch)
+        before, module = repair.before, repair.torch.module
+        numbers = in_order(before)
+        self.flax = _Reader(repair.flax, before, numbers, module, ours=True)
+        self.torch = _Reader(repair.torch, before, numbers, module, ours=False)
 
     def hypotheses(self) -> Iterator[Hypothesis]:
         """Yield what differs."""
         found = self._gaps()
-        ends = self.repair.flax, self.repair.torch
         # What is written alike differs in where its numbers are.
         differing = [gap for gap in found if self._named(gap.flax) != self._named(gap.torch)]
-        told = grouped_by_kind(self._hypothesis(gap, *ends) for gap in differing)
+        told = grouped_by_kind(map(self._hypothesis, differing))
         if not told:
             yield self._layout()
         elif len(told) > FEW or len(found) > MANY:
@@ -105,8 +198,10 @@ class _Explained:
         layouts = [list(layouts_of(gap)) for gap in found]
         after = []
         for values in islice(product(*layouts), COMBINED):
-            changed = alignment.rerun(dict(zip(replaced, values, strict=True)), until=top)
-            if same_array(changed.get(top, alignment.value(top)), right):
+            given = dict(zip(replaced, values, strict=True))
+            changed = alignment.rerun(given, until=top)
+            reached = changed.get(top, alignment.value(top))
+            if same_array(reached, right):
                 return
             after.append(alignment.with_changed(changed))
         for other in after:
@@ -118,33 +213,31 @@ class _Explained:
 
     def _named(self, part: Expression | None) -> str:
         """Return a part of either side in plain notation, over names of PyTorch."""
-        return "" if part is None else text(part, self.names[1])
+        return "" if part is None else text(part, self.torch.names)
 
     def same_operands(self) -> list[Hypothesis]:
         """Return what differs if both compute with the same values, and nothing else."""
         found = self._gaps()
         if any(gap.parameter in WHOLE[:3] for gap in found):
             return []
-        ends = self.repair.flax, self.repair.torch
-        return [self._hypothesis(gap, *ends) for gap in found[: FEW + 1]]
+        return [self._hypothesis(gap) for gap in found[: FEW + 1]]
 
     def _gaps(self) -> list[Gap]:
-        found = islice(gaps(self.flax, self.torch), MANY + 1)
+        found = islice(gaps(self.flax.expression, self.torch.expression), MANY + 1)
         return [self._opened(gap) for gap in found]
 
     def _opened(self, gap: Gap) -> Gap:
         """Return a gap with a value that both have written out, if its operation differs little."""
         if gap.parameter != "operation" or gap.flax is None or gap.torch is None:
             return gap
-        ours = self._written(gap.flax, self.flax_builder)
-        theirs = self._written(gap.torch, self.torch_builder)
+        ours, theirs = self.flax.opened(gap.flax), self.torch.opened(gap.torch)
         inside = list(islice(gaps(ours, theirs), 2))
         if len(inside) != 1:
             return gap
-        (inner,) = inside
-        shared = [part.operation == "leaf" for part in (gap.flax, gap.torch)]
+        inner = inside[0]
+        one_is_shared = (gap.flax.operation == "leaf") != (gap.torch.operation == "leaf")
         # By chance something else has the value of one side, and not of the other.
-        if any(shared) and not all(shared) and ours.operation == theirs.operation:
+        if one_is_shared and ours.operation == theirs.operation:
             return inner
         if inner.parameter not in WHOLE:
             return replace(gap, flax=ours, torch=theirs)
@@ -152,117 +245,64 @@ class _Explained:
         lacking = inner.parameter in ("term", "base") and None in (inner.flax, inner.torch)
         return inner if lacking else gap
 
-    def _written(self, part: Expression, builder: Builder) -> Expression:
-        if part.operation != "leaf" or part.origin is None:
-            return part
-        return builder.written(part.origin)
-
-    def _hypothesis(self, gap: Gap, ours: Node, theirs: Node) -> Hypothesis:
-        sides = []
-        for node, builder, names, part in (
-            (ours, self.flax_builder, self.names[0], gap.flax),
-            (theirs, self.torch_builder, self.names[1], gap.torch),
-        ):
-            value = "" if part is None else text(part, names)
-            length = 0 if part is None else len(whole(part, names))
-            top = self._expression(node, builder)
-            enclosing = gap.flax_at if node is ours else gap.torch_at
-            within = None if part is None else part.origin
-            lines = [
-                one for one in (within or enclosing, moved_from(node), node) if one is not None
-            ]
-            if part is not None and part.operation == "leaf":
-                # What is wrong is that it is taken here, wherever it was computed.
-                made = [] if within is None else [moved_from(within)]
-                lines = [*self._wrong_users(node), enclosing or node, *made, *lines]
-            if gap.scaled is not None:
-                lines = [*builder.scaling(lines[0], gap.scaled), *lines]
-            if _lacks(part, gap.parameter):
-                # What is missing may be missed where the other operands come from as well.
-                lines += self._wrong_users(node)
-                lines += builder.makers(part if part and part.operands else top)
-            elif part is not None and gap.parameter == "operation":
-                lines[1:1] = _origins(part)
-            sides.append(Side(value, text(top, names), places(lines), length))
+    def _hypothesis(
+        self, gap: Gap, ours: Node | None = None, theirs: Node | None = None
+    ) -> Hypothesis:
+        """Return a gap inside of two nodes, or of those that were replaced, with both sides."""
+        ours, theirs = ours or self.flax.node, theirs or self.torch.node
+        here = self.flax.at_gap(gap, gap.flax, ours, gap.flax_at)
+        there = self.torch.at_gap(gap, gap.torch, theirs, gap.torch_at)
+        parameter = gap.parameter
         note = few_apart(gap) or times_apart(gap)
         rounded = rounded_apart(gap)
         if rounded:
-            gap, note = replace(gap, parameter="rounding"), f"{rounded:.1e}"
+            parameter, note = "rounding", f"{rounded:.1e}"
         # A value that both have stands where it is used.
-        own = None if gap.torch is None or gap.torch.operation == "leaf" else gap.torch
-        origin = own and own.origin
+        part = gap.torch
+        origin = None if part is None or part.operation == "leaf" else part.origin
         module = theirs.module if origin is None or origin.place is None else origin.module
-        return Hypothesis(module, gap.operation, gap.parameter, *sides, note=note)
-
-    def _wrong_users(self, node: Node) -> list[Node]:
-        """Return what one side alone computes with a replaced node that is a value of both."""
-        before = self.repair.before
-        for end, program, shared in (
-            (self.repair.flax, before.flax, before.torch_of),
-            (self.repair.torch, before.torch, before.flax_of),
-        ):
-            if node is end and node in shared:
-                users = beyond_layout(node, program.users)
-                return [user for user in users if user not in shared]
-        return []
-
-    def _expression(self, node: Node, builder: Builder) -> Expression:
-        if node is self.repair.flax:
-            return self.flax
-        return self.torch if node is self.repair.torch else builder.written(node)
+        return Hypothesis(module, gap.operation, parameter, here, there, note=note)
 
     def _whole(self) -> Hypothesis:
-        sides = []
-        both = (self.repair.flax, self.flax), (self.repair.torch, self.torch)
-        for (node, top), names in zip(both, self.names, strict=True):
-            written = text(top, names)
-            sides.append(
-                Side(written, written, places([node, *_origins(top)]), len(whole(top, names)))
-            )
-        theirs = self.repair.torch
+        theirs = self.torch.node
+        sides = self.flax.whole(), self.torch.whole()
         return Hypothesis(theirs.module, theirs.operation, "expression", *sides)
 
     def _layout(self) -> Hypothesis:
         """Return what moves numbers to other places, where both compute the same of them."""
-        alignment = self.repair.before
-        inner = innermost(self.flax, self.torch)
+        alignment, right = self.repair.before, self.repair.value
+        inner = innermost(self.flax.expression, self.torch.expression)
         if inner is not None:
             return self._parameters(*inner)
-        found = narrowed(alignment, self.repair.flax, self.repair.value)
-        ours, theirs = self.repair.flax, self.repair.torch
-        rounded = rounded_by(alignment.value(ours), self.repair.value)
-        if rounded and found is None:
-            return replace(self._whole(), parameter="rounding", note=f"{rounded:.1e}")
-        note = ""
-        if found is not None:
-            ours, theirs, right = found
-            ours, right = self._moved_on(ours, right)
-            theirs = last_move(alignment.torch, theirs)
-            note = relation(alignment.value(ours), right)
-            # What both gather by other indices says more than the order of what they gather.
-            here = self.flax_builder.written(ours)
-            there = self.torch_builder.written(theirs)
-            inside = list(gaps(here, there))
-            alike = here.operation == there.operation != "source"
-            if len(inside) == 1 and alike:
-                gap = self._hypothesis(inside[0], ours, theirs)
-                return replace(gap, note=note or gap.note)
-        moves = steps(alignment, ours, True), steps(alignment, theirs, False)
-        return replace(self.moved(ours, theirs, moves), note=note)
+        ours, theirs = self.flax.node, self.torch.node
+        found = narrowed(alignment, ours, right)
+        if found is None:
+            rounded = rounded_by(alignment.value(ours), right)
+            if rounded:
+                return replace(self._whole(), parameter="rounding", note=f"{rounded:.1e}")
+            return self._moved_by_steps(ours, theirs)
+        ours, theirs, right = found
+        ours, right = self._moved_on(ours, right)
+        theirs = last_move(alignment.torch, theirs)
+        note = relation(alignment.value(ours), right)
+        # What both gather by other indices says more than the order of what they gather.
+        here = self.flax.builder.written(ours)
+        there = self.torch.builder.written(theirs)
+        inside = list(gaps(here, there))
+        if len(inside) == 1 and here.operation == there.operation != "source":
+            gathered = self._hypothesis(inside[0], ours, theirs)
+            return replace(gathered, note=note or gathered.note)
+        return replace(self._moved_by_steps(ours, theirs), note=note)
 
-    def moved(self, ours: Node, theirs: Node, moves: Sequence[list[Node]]) -> Hypothesis:
-        """Return the operations that move the numbers of two nodes."""
-        alignment = self.repair.before
-        sides = []
-        for node, builder, program, names, own in (
-            (ours, self.flax_builder, alignment.flax, self.names[0], moves[0]),
-            (theirs, self.torch_builder, alignment.torch, self.names[1], moves[1]),
-        ):
-            expression = text(builder.written(node), names)
-            # What is given to a run has no line but those of what computes with it.
-            users = () if node.operands else program.users[node]
-            lines = places([node, *reversed(own), *users])
-            sides.append(Side(shown(own), expression, lines, len(shown(own))))
+    def _moved_by_steps(self, ours: Node, theirs: Node) -> Hypothesis:
+        before = self.repair.before
+        return self.moved(ours, theirs, steps(before, ours, True), steps(before, theirs, False))
+
+    def moved(
+        self, ours: Node, theirs: Node, here: Sequence[Node], there: Sequence[Node]
+    ) -> Hypothesis:
+        """Return the operations on either side that move the numbers of two nodes."""
+        sides = self.flax.moved(ours, here), self.torch.moved(theirs, there)
         return Hypothesis(theirs.module, theirs.operation, "layout", *sides)
 
     def _moved_on(self, node: Node, right: np.ndarray) -> tuple[Node, np.ndarray]:
@@ -277,18 +317,8 @@ class _Explained:
         ours, theirs = flax.origin, torch.origin
         assert ours is not None
         assert theirs is not None
-        sides = []
         moved = in_layout_of(flax, torch)
-        for node, builder, names, along in (
-            (ours, self.flax_builder, self.names[0], axes_of(ours)),
-            (theirs, self.torch_builder, self.names[1], moved),
-        ):
-            axes, shape = along
-            value = f"axis {plain(axes)} of {plain(shape)}"
-            if along != axes_of(node):
-                value += f", which is axis {plain(axes_of(node)[0])} in PyTorch"
-            expression = text(builder.written(node), names)
-            sides.append(Side(value, expression, places([node]), len(value)))
+        sides = self.flax.along(ours, axes_of(ours)), self.torch.along(theirs, moved)
         return Hypothesis(theirs.module, theirs.operation, "axes", *sides)
 
 

@@ -18,6 +18,9 @@ from flax_attn.parity.trace.program import Node
 
 # Numbers of a result that are rounded alike are one number.
 DIGITS = 12
+# Terms with their factors, and bases with their exponents.
+Terms = Sequence[tuple[float, "Expression"]]
+Bases = Sequence[tuple["Expression", float]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,10 +64,13 @@ class Expression:
         return self.settings[0] if self.operation == "number" else None
 
 
+def _rounded(value: float) -> float:
+    return float(f"{value:.{DIGITS}g}")
+
+
 def number(value: float, origin: Node | None = None) -> Expression:
     """Return a constant."""
-    rounded = float(f"{value:.{DIGITS}g}")
-    return Expression("number", (), (rounded,), origin)
+    return Expression("number", (), (_rounded(value),), origin)
 
 
 ZERO, ONE = number(0.0), number(1.0)
@@ -81,9 +87,9 @@ def split(term: Expression) -> tuple[float, Expression]:
         return term.number, ONE
     if term.operation != "product":
         return 1.0, term
-    factor = term.settings[0]
-    exponents = term.settings[1:]
-    if len(term.operands) == 1 and exponents == (1.0,):
+    factor, *exponents = term.settings
+    # A factor of a single base is no product any more once the factor is taken off.
+    if exponents == [1.0]:
         return factor, term.operands[0]
     return factor, Expression("product", term.operands, (1.0, *exponents), term.origin)
 
@@ -91,7 +97,7 @@ def split(term: Expression) -> tuple[float, Expression]:
 def scaled(factor: float, term: Expression, origin: Node | None = None) -> Expression:
     """Return a term times a number."""
     own, base = split(term)
-    factor = float(f"{factor * own:.{DIGITS}g}")
+    factor = _rounded(factor * own)
     if base == ONE:
         return number(factor, origin)
     if factor == 0:
@@ -99,68 +105,73 @@ def scaled(factor: float, term: Expression, origin: Node | None = None) -> Expre
     if factor == 1:
         return base
     if base.operation == "product":
-        return Expression("product", base.operands, (factor, *base.settings[1:]), origin)
+        exponents = base.settings[1:]
+        return Expression("product", base.operands, (factor, *exponents), origin)
     return Expression("product", (base,), (factor, 1.0), origin)
 
 
-def total(terms: Sequence[tuple[float, Expression]], origin: Node | None = None) -> Expression:
+def total(terms: Terms, origin: Node | None = None) -> Expression:
     """Return the sum of terms with factors."""
     factors: dict[Expression, float] = {}
-    for factor, term in terms:
+    for outer, term in terms:
+        # The terms of a sum within a sum are its own.
         flat = [(1.0, term)]
         if term.operation == "sum":
             flat = list(zip(term.settings, term.operands, strict=True))
-        for inner_factor, inner in flat:
+        for factor, inner in flat:
             own, base = split(inner)
-            factors[base] = factors.get(base, 0.0) + factor * inner_factor * own
+            factors[base] = factors.get(base, 0.0) + outer * factor * own
+    # A term whose factors cancel is gone.
     kept = {base: factor for base, factor in factors.items() if factor}
     if not kept:
         return ZERO
-    if len(kept) == 1:
-        ((base, factor),) = kept.items()
-        return scaled(factor, base, origin)
     bases = sorted(kept, key=order)
-    rounded = tuple(float(f"{kept[base]:.{DIGITS}g}") for base in bases)
-    return Expression("sum", tuple(bases), rounded, origin)
+    if len(bases) == 1:
+        return scaled(kept[bases[0]], bases[0], origin)
+    rounded = [_rounded(kept[base]) for base in bases]
+    return Expression("sum", tuple(bases), tuple(rounded), origin)
 
 
-def product(factors: Sequence[tuple[Expression, float]], origin: Node | None = None) -> Expression:
+def product(factors: Bases, origin: Node | None = None) -> Expression:
     """Return the product of bases with exponents."""
     coefficient = 1.0
     exponents: dict[Expression, float] = {}
-    for base, exponent in factors:
+    for base, outer in factors:
         factor, rest = split(base)
-        if factor < 0 and exponent != int(exponent):
+        # The root of a negative number is none: it stays inside.
+        if factor < 0 and outer != int(outer):
             factor, rest = 1.0, base
         with np.errstate(all="ignore"):
-            coefficient *= float(np.float64(factor) ** exponent)
-        inner = [(rest, 1.0)]
+            coefficient *= float(np.float64(factor) ** outer)
+        flat = [(rest, 1.0)]
         if rest.operation == "product":
-            inner = list(zip(rest.operands, rest.settings[1:], strict=True))
-        for own, power in inner:
-            if own != ONE:
-                exponents[own] = exponents.get(own, 0.0) + power * exponent
+            flat = list(zip(rest.operands, rest.settings[1:], strict=True))
+        for inner, exponent in flat:
+            if inner != ONE:
+                exponents[inner] = exponents.get(inner, 0.0) + exponent * outer
     kept = {base: exponent for base, exponent in exponents.items() if exponent}
     if not kept or not np.isfinite(coefficient) or coefficient == 0:
         return number(coefficient, origin)
+    coefficient = _rounded(coefficient)
     bases = sorted(kept, key=order)
-    coefficient = float(f"{coefficient:.{DIGITS}g}")
-    if len(bases) == 1 and kept[bases[0]] == 1:
+    powers = [kept[base] for base in bases]
+    if powers == [1]:
         return scaled(coefficient, bases[0], origin)
-    powers = tuple(kept[base] for base in bases)
     return _softmax(Expression("product", tuple(bases), (coefficient, *powers), origin))
 
 
 def _softmax(whole: Expression) -> Expression:
     """Return `y exp(x) / sum(exp(x))` with a softmax, and anything else as it is."""
-    powers = dict(zip(whole.operands, whole.settings[1:], strict=True))
+    coefficient, *exponents = whole.settings
+    powers = dict(zip(whole.operands, exponents, strict=True))
     for summed, power in powers.items():
-        (base,) = summed.operands if summed.operation == "sum_over" else (None,)
-        if base is None or base.operation != "exp" or (powers.get(base), power) != (1, -1):
+        if summed.operation != "sum_over" or power != -1:
             continue
-        made = Expression("softmax", base.operands, summed.settings, summed.origin)
-        rest = [(one, p) for one, p in powers.items() if one not in (base, summed)]
-        return scaled(whole.settings[0], product([(made, 1.0), *rest], whole.origin))
+        (exponential,) = summed.operands
+        if exponential.operation == "exp" and powers.get(exponential) == 1:
+            made = Expression("softmax", exponential.operands, summed.settings, summed.origin)
+            del powers[exponential], powers[summed]
+            return scaled(coefficient, product([(made, 1.0), *powers.items()], whole.origin))
     return whole
 
 
@@ -175,6 +186,11 @@ def parts(expression: Expression) -> Iterator[Expression]:
         seen.add(one)
         waiting += one.operands
         yield one
+
+
+def leaves_of(expression: Expression) -> list[Expression]:
+    """Return the values that both runs have in an expression."""
+    return [one for one in parts(expression) if one.operation == "leaf"]
 
 
 def order(expression: Expression) -> tuple[str, str]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 from flax_attn.parity.trace.choices import hidden_by_a_term, same_cases
 from flax_attn.parity.trace.expression import (
     Expression,
+    leaves_of,
     negated,
     number,
     parts,
@@ -16,6 +18,11 @@ from flax_attn.parity.trace.expression import (
     scaled,
 )
 from flax_attn.parity.trace.program import Node
+
+# What JAX has and what PyTorch has at one place; None where a side has nothing.
+Pair = tuple[Expression | None, Expression | None]
+# The factors of terms, or the exponents of bases.
+Weights = Mapping[Expression, float]
 
 # What one exponent says beside the share of values that two expressions have in common.
 WEIGHT = 0.5
@@ -65,40 +72,48 @@ def gaps(flax: Expression, torch: Expression) -> Iterator[Gap]:
     if flax.number is not None and torch.number is not None:
         yield Gap("number", "value", flax, torch)
         return
-    pair = _as_sums(flax, torch) or _as_products(flax, torch) or (flax, torch)
-    flax, torch = pair
+    flax, torch = _in_one_form(flax, torch)
     if flax.operation != torch.operation or "leaf" in (flax.operation, torch.operation):
         yield Gap(flax.operation, "operation", flax, torch)
-    elif flax.operation in ("sum", "product"):
-        yield from _weighted(flax, torch)
+    elif flax.operation == "sum":
+        yield from _sums(flax, torch)
+    elif flax.operation == "product":
+        yield from _products(flax, torch)
     else:
         yield from _settings(flax, torch)
         yield from _operands(flax, torch)
 
 
-def _as_sums(flax: Expression, torch: Expression) -> tuple[Expression, Expression] | None:
-    """Return both as sums if one is a sum that has the other as a term, or both hide scores."""
-    for one, other in ((flax, torch), (torch, flax)):
-        if one.operation == "sum" and other.operation == "where":
-            added = hidden_by_a_term(other)
-            if added is not None:
-                return (flax, added) if one is flax else (added, torch)
-        if one.operation == "sum" and other.operation != "sum":
-            factor, base = _apart(other)
-            if base in one.operands:
-                single = Expression("sum", (base,), (factor,), other.origin)
-                return (flax, single) if one is flax else (single, torch)
-    return None
+def _in_one_form(flax: Expression, torch: Expression) -> tuple[Expression, Expression]:
+    """Return both as sums or as products if one can be written like the other."""
+    for written_like in (_as_sum, _as_product):
+        there = written_like(torch, flax)
+        if there is not None:
+            return flax, there
+        here = written_like(flax, torch)
+        if here is not None:
+            return here, torch
+    return flax, torch
 
 
-def _as_products(flax: Expression, torch: Expression) -> tuple[Expression, Expression] | None:
-    """Return both as products if one is a product that has the other as a base."""
-    for one, other in ((flax, torch), (torch, flax)):
-        if one.operation == "product" and other.operation != "product":
-            alone = len(one.operands) == 1 and one.operands[0].operation == other.operation
-            if other in one.operands or alone:
-                single = Expression("product", (other,), (1.0, 1.0), other.origin)
-                return (flax, single) if one is flax else (single, torch)
+def _as_sum(one: Expression, other: Expression) -> Expression | None:
+    """Return an expression as a sum if it is a term of another, or both hide scores."""
+    if other.operation != "sum" or one.operation == "sum":
+        return None
+    added = hidden_by_a_term(one) if one.operation == "where" else None
+    if added is not None:
+        return added
+    factor, base = _apart(one)
+    return Expression("sum", (base,), (factor,), one.origin) if base in other.operands else None
+
+
+def _as_product(one: Expression, other: Expression) -> Expression | None:
+    """Return an expression as a product if it is a base of another, or takes the only base."""
+    if other.operation != "product" or one.operation == "product":
+        return None
+    operations = [base.operation for base in other.operands]
+    if one in other.operands or operations == [one.operation]:
+        return Expression("product", (one,), (1.0, 1.0), one.origin)
     return None
 
 
@@ -108,70 +123,93 @@ def _apart(term: Expression) -> tuple[float, Expression]:
     return 1.0, term
 
 
-def _weighted(flax: Expression, torch: Expression) -> Iterator[Gap]:
-    """Yield the gaps of two sums or of two products."""
-    operation = flax.operation
-    word = "factor" if operation == "sum" else "exponent"
-    ours, theirs = list(flax.settings), list(torch.settings)
-    first = second = 1.0
-    if operation == "product":
-        first, second = ours.pop(0), theirs.pop(0)
-    here = dict(zip(flax.operands, ours, strict=True))
-    there = dict(zip(torch.operands, theirs, strict=True))
-    shared = [base for base in here if base in there]
-    weights = [(base, here.pop(base), there.pop(base)) for base in shared]
-    if first != second and (here or there):
-        # What is left on each side is one difference: a factor says nothing without its bases.
-        rest = _rest(first, here, flax), _rest(second, there, torch)
-        yield Gap(operation, "operand", *rest, flax.origin, torch.origin)
-        return
-    if first != second:
-        yield Gap(operation, "factor", number(first, flax.origin), number(second, torch.origin))
-    for base, own, other in weights:
+def _sums(flax: Expression, torch: Expression) -> Iterator[Gap]:
+    """Yield the gaps of two sums."""
+    here, there = _weights(flax), _weights(torch)
+    for base, own, other in _pop_shared(here, there):
         if own != other:
-            kind = "constant" if base.number is not None else word
-            ours, theirs = number(own, flax.origin), number(other, torch.origin)
-            yield Gap(operation, kind, ours, theirs, scaled=base if kind == "factor" else None)
-    # Constants pair with one another, and terms with those that have most in common with them.
+            factors = _numbers(own, other, flax, torch)
+            if base.number is not None:
+                yield Gap("sum", "constant", *factors)
+            else:
+                yield Gap("sum", "factor", *factors, scaled=base)
+    for base, other in _paired(list(here), list(there), here, there):
+        if base is None or other is None:
+            ours, theirs = _term(base, here), _term(other, there)
+            yield Gap("sum", "term", ours, theirs, flax.origin, torch.origin)
+            continue
+        if base.number is not None and other.number is not None:
+            ours, theirs = _numbers(here[base], there[other], flax, torch)
+        else:
+            ours, theirs = scaled(here[base], base), scaled(there[other], other)
+        # A constant has no smaller parts.
+        if ours.number is not None:
+            yield Gap("sum", "term", ours, theirs)
+        else:
+            yield from gaps(ours, theirs)
+
+
+def _products(flax: Expression, torch: Expression) -> Iterator[Gap]:
+    """Yield the gaps of two products."""
+    first, second = flax.settings[0], torch.settings[0]
+    here, there = _weights(flax), _weights(torch)
+    shared = _pop_shared(here, there)
+    if first != second:
+        if here or there:
+            # What is left on each side is one difference: a factor says nothing without its bases.
+            rest = _rest(first, here, flax), _rest(second, there, torch)
+            yield Gap("product", "operand", *rest, flax.origin, torch.origin)
+            return
+        yield Gap("product", "factor", *_numbers(first, second, flax, torch))
+    for _, own, other in shared:
+        if own != other:
+            yield Gap("product", "exponent", *_numbers(own, other, flax, torch))
     for base, other in _paired(list(here), list(there), here, there):
         if base is not None and other is not None:
             own, its = here[base], there[other]
-            if operation == "sum":
-                if base.number is not None and other.number is not None:
-                    base, other = number(own, flax.origin), number(its, torch.origin)
-                else:
-                    base, other = scaled(own, base), scaled(its, other)
-                whole = [Gap("sum", "term", base, other)] if base.number is not None else []
-                yield from whole or gaps(base, other)
+            if own == its or base.operation == other.operation:
+                if own != its:
+                    yield Gap("product", "exponent", *_numbers(own, its, flax, torch))
+                yield from gaps(base, other)
                 continue
-            if own != its and base.operation != other.operation:
-                # Nothing in common: an exponent says nothing without its base.
-                whole = _weighed(operation, own, base), _weighed(operation, its, other)
-                yield Gap(operation, "base", *whole, flax.origin, torch.origin)
-                continue
-            if own != its:
-                yield Gap(operation, word, number(own, flax.origin), number(its, torch.origin))
-            yield from gaps(base, other)
-            continue
-        yield Gap(
-            operation,
-            "term" if operation == "sum" else "base",
-            None if base is None else _weighed(operation, here[base], base),
-            None if other is None else _weighed(operation, there[other], other),
-            flax.origin,
-            torch.origin,
-        )
+        # Where nothing is in common, an exponent says nothing without its base.
+        ours, theirs = _power(base, here), _power(other, there)
+        yield Gap("product", "base", ours, theirs, flax.origin, torch.origin)
 
 
-def _rest(factor: float, bases: dict[Expression, float], whole: Expression) -> Expression:
+def _weights(whole: Expression) -> dict[Expression, float]:
+    """Return the factors of the terms of a sum, or the exponents of the bases of a product."""
+    weights = whole.settings if whole.operation == "sum" else whole.settings[1:]
+    return dict(zip(whole.operands, weights, strict=True))
+
+
+def _numbers(
+    own: float, other: float, flax: Expression, torch: Expression
+) -> tuple[Expression, Expression]:
+    return number(own, flax.origin), number(other, torch.origin)
+
+
+def _pop_shared(
+    here: dict[Expression, float], there: dict[Expression, float]
+) -> list[tuple[Expression, float, float]]:
+    """Take what both sides have out of their weights, and return it with the weight of each."""
+    shared = [base for base in here if base in there]
+    return [(base, here.pop(base), there.pop(base)) for base in shared]
+
+
+def _rest(factor: float, bases: Weights, whole: Expression) -> Expression:
     """Return the part of a product that the other side does not have."""
     return product([(number(factor), 1.0), *bases.items()], whole.origin)
 
 
-def _weighed(operation: str, weight: float, base: Expression) -> Expression:
-    if operation == "sum":
-        return scaled(weight, base, base.origin)
-    return base if weight == 1 else Expression("product", (base,), (1.0, weight), base.origin)
+def _term(base: Expression | None, factors: Weights) -> Expression | None:
+    return None if base is None else scaled(factors[base], base, base.origin)
+
+
+def _power(base: Expression | None, exponents: Weights) -> Expression | None:
+    if base is None or exponents[base] == 1:
+        return base
+    return Expression("product", (base,), (1.0, exponents[base]), base.origin)
 
 
 def _settings(flax: Expression, torch: Expression) -> Iterator[Gap]:
@@ -182,11 +220,11 @@ def _settings(flax: Expression, torch: Expression) -> Iterator[Gap]:
         return
     ours, theirs = _named(flax.settings), _named(torch.settings)
     for name in sorted({*ours, *theirs}):
-        if ours.get(name) == theirs.get(name):
-            continue
-        here = Expression("setting", (), (ours.get(name),), flax.origin)
-        there = Expression("setting", (), (theirs.get(name),), torch.origin)
-        yield Gap(flax.operation, name, here, there)
+        own, other = ours.get(name), theirs.get(name)
+        if own != other:
+            here = Expression("setting", (), (own,), flax.origin)
+            there = Expression("setting", (), (other,), torch.origin)
+            yield Gap(flax.operation, name, here, there)
 
 
 def _named(settings: Sequence) -> dict[str, object]:
@@ -200,22 +238,23 @@ def _named(settings: Sequence) -> dict[str, object]:
 def _operands(one: Expression, other: Expression) -> Iterator[Gap]:
     operation, flax, torch = one.operation, one.operands, other.operands
     if operation not in UNORDERED and len(flax) == len(torch):
-        pairs: list = list(zip(flax, torch, strict=True))
+        pairs: list[Pair] = list(zip(flax, torch, strict=True))
+        same = sorted(map(hash, flax)) == sorted(map(hash, torch))
         # The same operands in another order are one gap, not one for each place.
-        if sorted(map(hash, flax)) == sorted(map(hash, torch)) and tuple(flax) != tuple(torch):
-            both = (one, other)
-            here, there = (Expression("order", x.operands, (operation,), x.origin) for x in both)
+        if same and flax != torch:
+            here = Expression("order", flax, (operation,), one.origin)
+            there = Expression("order", torch, (operation,), other.origin)
             yield Gap(operation, "order", here, there)
             return
     else:
-        here, there = list(flax), list(torch)
-        for x in list(here):
-            if x in there:
-                here.remove(x)
-                there.remove(x)
-        pairs = _paired(here, there)
-        lacking = [pair for pair in pairs if None in pair]
-        if len(lacking) > 1 and len(here) == len(there):
+        left, right = list(flax), list(torch)
+        for operand in flax:
+            if operand in right:
+                left.remove(operand)
+                right.remove(operand)
+        pairs = _paired(left, right)
+        unpaired = [pair for pair in pairs if None in pair]
+        if len(unpaired) > 1 and len(left) == len(right):
             # Nothing says which operand is which.
             yield Gap(operation, "operation", one, other)
             return
@@ -227,11 +266,11 @@ def _operands(one: Expression, other: Expression) -> Iterator[Gap]:
 
 
 def _paired(
-    flax: list[Expression],
-    torch: list[Expression],
-    here: Mapping[Expression, float] = MappingProxyType({}),
-    there: Mapping[Expression, float] = MappingProxyType({}),
-) -> list[tuple[Expression | None, Expression | None]]:
+    flax: Sequence[Expression],
+    torch: Sequence[Expression],
+    here: Weights = MappingProxyType({}),
+    there: Weights = MappingProxyType({}),
+) -> list[Pair]:
     """Return expressions in pairs, those first that have most in common; then what is left.
 
     Args:
@@ -243,41 +282,36 @@ def _paired(
     fits = []
     for i, one in enumerate(flax):
         for j, other in enumerate(torch):
-            same = one in here and here[one] == there[other]
-            fits.append((-_alike(one, other) - WEIGHT * same, i, j))
-    found: list[tuple[Expression | None, Expression | None]] = []
-    used_here: set[int] = set()
-    used_there: set[int] = set()
-    for score, i, j in sorted(fits):
-        if i in used_here or j in used_there or score == 0:
-            continue
-        used_here.add(i)
-        used_there.add(j)
-        found.append((flax[i], torch[j]))
-    left = [one for i, one in enumerate(flax) if i not in used_here]
-    right = [other for j, other in enumerate(torch) if j not in used_there]
+            same_weight = one in here and here[one] == there[other]
+            score = _alike(one, other) + WEIGHT * same_weight
+            if score:
+                fits.append((-score, i, j))
+    pairs: list[Pair] = []
+    left, right = dict(enumerate(flax)), dict(enumerate(torch))
+    for _, i, j in sorted(fits):
+        if i in left and j in right:
+            pairs.append((left.pop(i), right.pop(j)))
     # One of each that are left stand at the same place.
     if len(left) == 1 and len(right) == 1:
-        return [*found, (left[0], right[0])]
-    return [*found, *((one, None) for one in left), *((None, other) for other in right)]
+        pairs += zip(left.values(), right.values(), strict=True)
+        return pairs
+    pairs += [(one, None) for one in left.values()]
+    pairs += [(None, other) for other in right.values()]
+    return pairs
 
 
 def _alike(one: Expression, other: Expression) -> float:
     """Return how much two expressions have in common: shared values, then the operations."""
     same = one.operation == other.operation
+    values = _share(leaves_of(one), leaves_of(other))
     operations = _share(_operations_of(one), _operations_of(other))
-    return _share(_leaves(one), _leaves(other)) + 0.1 * same + 0.1 * operations
+    return values + 0.1 * same + 0.1 * operations
 
 
-def _share(here: frozenset, there: frozenset) -> float:
-    return len(here & there) / max(len(here | there), 1)
+def _share(here: Iterable[Any], there: Iterable[Any]) -> float:
+    ours, theirs = set(here), set(there)
+    return len(ours & theirs) / max(len(ours | theirs), 1)
 
 
-def _leaves(expression: Expression) -> frozenset[Expression]:
-    """Return the values that both sides have from which an expression is computed."""
-    return frozenset(one for one in parts(expression) if one.operation == "leaf")
-
-
-def _operations_of(expression: Expression) -> frozenset[str]:
-    operations = (one.operation for one in parts(expression))
-    return frozenset(name for name in operations if name != "leaf")
+def _operations_of(expression: Expression) -> list[str]:
+    return [one.operation for one in parts(expression) if one.operation != "leaf"]
