@@ -15,6 +15,7 @@ from flax_attn.parity.jaxprs import bind, called, frames_of, interpreted, opened
 from flax_attn.parity.trace import jax_names, jax_numpy, scopes
 from flax_attn.parity.trace.program import Node, Place, Program, place_of
 
+Compute = Callable[[Sequence[np.ndarray]], np.ndarray]
 MODULE = re.compile(r"@([^@]*)@")
 
 
@@ -46,6 +47,18 @@ class _Builder:
         """Append a constant."""
         return self.add(Node("constant", (), np.asarray(value)))
 
+    def source(self, name: str, value: Any) -> Node:
+        """Append what the run is given by a name."""
+        return self.add(Node("source", (), np.asarray(value), name=name))
+
+    def computed(
+        self, name: str, operands: Sequence[Node], compute: Compute, scope: Scope, **parameters: Any
+    ) -> Node:
+        """Append what a function computes of some values."""
+        value = compute([operand.value for operand in operands])
+        given = tuple(operands)
+        return self.add(Node(name, given, value, parameters, scope.place, compute=compute))
+
     def run(self, program: Any, operands: Sequence[Node], scope: Scope) -> list[Node]:
         """Return the nodes of the results of a jaxpr."""
         jaxpr, consts = opened(program)
@@ -59,10 +72,7 @@ class _Builder:
         for eqn in jaxpr.eqns:
             given = [read(atom) for atom in eqn.invars]
             here = scope_of(eqn, scope)
-            # A number stands where it is used.
-            for node in given:
-                if node.operation == "constant" and node.place is None:
-                    node.place = here.place
+            _place_constants(given, here)
             found = self.evaluate(eqn, given, here)
             known.update(zip(eqn.outvars, found, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
@@ -78,12 +88,18 @@ class _Builder:
         if name == "while":
             return self.loop(eqn, given, here)
         if name == "cond":
-            branches = eqn.params["branches"]
-            chosen = int(np.clip(given[0].value, 0, len(branches) - 1))
-            return self.run(branches[chosen], given[1:], here)
+            return self.branch(eqn, given, here)
         if name in ("name", "copy", "copy_p", "optimization_barrier"):
             return given
         return self.primitive(eqn, given, here)
+
+    def branch(self, eqn: Any, given: list[Node], scope: Scope) -> list[Node]:
+        """Return the results of the branch that a condition chooses."""
+        index, *operands = given
+        branches = eqn.params["branches"]
+        # An index out of bounds is the nearest one, as in JAX.
+        chosen = int(np.clip(index.value, 0, len(branches) - 1))
+        return self.run(branches[chosen], operands, scope)
 
     def primitive(self, eqn: Any, given: list[Node], scope: Scope) -> list[Node]:
         """Return the nodes of an operation that calls no other program."""
@@ -108,20 +124,19 @@ class _Builder:
     def scan(self, eqn: Any, given: list[Node], scope: Scope) -> list[Node]:
         """Return the results of a scan, whose steps are evaluated one by one."""
         params = eqn.params
-        fixed, carried = params["num_consts"], params["num_carry"]
-        consts, carry = given[:fixed], given[fixed : fixed + carried]
-        sequences = given[fixed + carried :]
+        carried = params["num_carry"]
+        consts, carry, sequences = _parted(given, params["num_consts"], carried)
         steps = range(params["length"])
-        if params["reverse"]:
-            steps = reversed(steps)
-        stacked: dict[int, list[Node]] = {}
-        for step in steps:
-            sliced = [self.element(sequence, step, scope) for sequence in sequences]
-            found = self.run(params["jaxpr"], [*consts, *carry, *sliced], scope)
-            carry = found[:carried]
-            stacked[step] = found[carried:]
-        count = len(eqn.outvars) - carried
-        return [*carry, *(self.stack(eqn, stacked, i, scope) for i in range(count))]
+        found: dict[int, list[Node]] = {}
+        for step in reversed(steps) if params["reverse"] else steps:
+            elements = [self.element(sequence, step, scope) for sequence in sequences]
+            results = self.run(params["jaxpr"], [*consts, *carry, *elements], scope)
+            carry, found[step] = results[:carried], results[carried:]
+        stacked = []
+        for i, variable in enumerate(eqn.outvars[carried:]):
+            rows = [found[step][i] for step in steps]
+            stacked.append(self.stack(rows, variable.aval, scope))
+        return [*carry, *stacked]
 
     def element(self, sequence: Node, step: int, scope: Scope) -> Node:
         """Append one element of the first axis."""
@@ -129,30 +144,20 @@ class _Builder:
         def compute(operands: Sequence[np.ndarray]) -> np.ndarray:
             return operands[0][step]
 
-        value = compute([sequence.value])
-        parameters = {"index": step}
-        node = Node("element", (sequence,), value, parameters, scope.place, compute=compute)
-        return self.add(node)
+        return self.computed("element", [sequence], compute, scope, index=step)
 
-    def stack(self, eqn: Any, steps: Mapping[int, list[Node]], i: int, scope: Scope) -> Node:
-        """Append what the steps of a scan return, stacked."""
-        operands = tuple(steps[step][i] for step in sorted(steps))
-        if not operands:
-            empty = eqn.outvars[eqn.params["num_carry"] + i].aval
-            return self.constant(np.zeros(empty.shape, empty.dtype))
-
-        def compute(operands: Sequence[np.ndarray]) -> np.ndarray:
-            return np.stack(operands)
-
-        value = compute([node.value for node in operands])
-        return self.add(Node("stack", operands, value, {"axis": 0}, scope.place, compute=compute))
+    def stack(self, rows: Sequence[Node], whole: Any, scope: Scope) -> Node:
+        """Append what the steps of a scan return, stacked to an array of a known shape."""
+        # A scan of no steps returns an empty array.
+        if not rows:
+            return self.constant(np.zeros(whole.shape, whole.dtype))
+        return self.computed("stack", rows, np.stack, scope, axis=0)
 
     def loop(self, eqn: Any, given: list[Node], scope: Scope) -> list[Node]:
         """Return the results of a while loop, whose turns are evaluated one by one."""
         params = eqn.params
-        tested, fixed = params["cond_nconsts"], params["body_nconsts"]
-        of_test, of_body = given[:tested], given[tested : tested + fixed]
-        state = given[tested + fixed :]
+        sizes = params["cond_nconsts"], params["body_nconsts"]
+        of_test, of_body, state = _parted(given, *sizes)
         while True:
             (going,) = self.run(params["cond_jaxpr"], [*of_test, *state], scope)
             if not going.value.any():
@@ -160,7 +165,23 @@ class _Builder:
             state = self.run(params["body_jaxpr"], [*of_body, *state], scope)
 
 
-def _result(function: Callable, i: int) -> Callable[[Sequence[np.ndarray]], np.ndarray]:
+def _place_constants(given: Sequence[Node], here: Scope) -> None:
+    # A number stands where it is used first.
+    for node in given:
+        if node.operation == "constant" and node.place is None:
+            node.place = here.place
+
+
+def _parted(nodes: list[Node], *sizes: int) -> list[list[Node]]:
+    """Return the first nodes in parts of some sizes, and the others."""
+    parts = []
+    for size in sizes:
+        parts.append(nodes[:size])
+        nodes = nodes[size:]
+    return [*parts, nodes]
+
+
+def _result(function: Callable, i: int) -> Compute:
     return lambda operands: function(operands)[i]
 
 
@@ -194,11 +215,8 @@ def run_of(closed: Any, outputs: Sequence[str], sources: Mapping[str, Any]) -> P
         sources: parameters and inputs, by name.
     """
     builder = _Builder()
-    operands = []
     # A mapping is flattened in the order of its keys.
-    for name in sorted(sources):
-        value = np.asarray(sources[name])
-        operands.append(builder.add(Node("source", (), value, name=name)))
+    operands = [builder.source(name, sources[name]) for name in sorted(sources)]
     results = builder.run(closed, operands, Scope())
     return Program(builder.nodes, dict(zip(outputs, results, strict=True)))
 
@@ -218,6 +236,7 @@ def evaluated(
         for i, value in enumerate(given):
             if (id(eqn), i) in stopped:
                 given[i] = jax.lax.stop_gradient(value)
+        # What the program stops itself is not stopped here.
         if eqn.primitive.name == "stop_gradient":
             return given
         inner = called(eqn)

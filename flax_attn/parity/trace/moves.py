@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from itertools import islice, permutations
 
 import numpy as np
 
-from flax_attn.parity.trace.align import Alignment
+from flax_attn.parity.trace.align import Alignment, cone
 from flax_attn.parity.trace.layouts import laid_out
 from flax_attn.parity.trace.notation import plain
 from flax_attn.parity.trace.numbers import LAYOUTS, same_array
@@ -43,30 +44,41 @@ def narrowed(
         expected: its right value.
     """
     first = None
-    # An output of another shape is not made right by the order of a parameter.
-    misshapen = any(
-        np.squeeze(alignment.value(node)).shape != np.squeeze(alignment.expected[name]).shape
-        for name, node in alignment.flax.outputs.items()
-    )
+    misshapen = _misshapen(alignment)
     shared = [node for node in ancestors(top) if node in alignment.torch_of]
     telling = [node for node in shared if alignment.numbers(node).telling]
     for node in sorted(telling, key=lambda node: node.order):
         if _anchored(alignment, node, ours=True):
             continue
-        current = alignment.value(node)
-        # The last that moves the numbers is nearest to what computes with them.
-        for other in reversed(alignment.torch_of[node]):
-            for value in islice(laid_out(other.value, current.shape), LAYOUTS):
-                if same_array(value, current):
-                    continue
-                changed = alignment.rerun({node: value})
-                if not alignment.wrong(changed):
-                    return node, other, value
-                possible = node.operands or not misshapen
-                right = top in changed and same_array(changed[top], expected)
-                if first is None and right and possible:
-                    first = node, other, value
+        for other, value in _reordered(alignment, node):
+            changed = alignment.rerun({node: value})
+            if not alignment.wrong(changed):
+                return node, other, value
+            # An output of another shape is not made right by the order of a parameter.
+            possible = node.operands or not misshapen
+            right = top in changed and same_array(changed[top], expected)
+            if first is None and right and possible:
+                first = node, other, value
     return first
+
+
+def _misshapen(alignment: Alignment) -> bool:
+    """Whether an output has another shape than it should have."""
+    for name, node in alignment.flax.outputs.items():
+        own, expected = alignment.value(node), alignment.expected[name]
+        if np.squeeze(own).shape != np.squeeze(expected).shape:
+            return True
+    return False
+
+
+def _reordered(alignment: Alignment, node: Node) -> Iterator[tuple[Node, np.ndarray]]:
+    """Yield the nodes of PyTorch that hold the numbers of a node, and these in another order."""
+    current = alignment.value(node)
+    # The last that moves the numbers is nearest to what computes with them.
+    for other in reversed(alignment.torch_of[node]):
+        for value in islice(laid_out(other.value, current.shape), LAYOUTS):
+            if not same_array(value, current):
+                yield other, value
 
 
 def last_move(program: Program, node: Node) -> Node:
@@ -93,15 +105,7 @@ def ancestors(top: Node) -> set[Node]:
 
 def turns(top: Node) -> list[Node]:
     """Return the operations that change an order on the way from the inputs to a node."""
-    seen = {top}
-    waiting = [top]
-    while waiting:
-        for operand in waiting.pop().operands:
-            if operand not in seen:
-                seen.add(operand)
-                waiting.append(operand)
-    turning = [node for node in seen if node.operation in TURNING]
-    return sorted(turning, key=lambda node: node.order)
+    return [node for node in cone([top], {}) if node.operation in TURNING]
 
 
 def steps(alignment: Alignment, top: Node, ours: bool) -> list[Node]:
@@ -128,19 +132,20 @@ def _anchored(alignment: Alignment, node: Node, ours: bool) -> bool:
         return True
     if node.operation in MOVING:
         return False
-    others = alignment.torch_of.get(node, ()) if ours else alignment.flax_of.get(node, ())
+    counterparts = alignment.torch_of if ours else alignment.flax_of
     value = alignment.value(node)
-    for other in others:
-        there = alignment.value(other)
-        if there.size == value.size and same_array(there.reshape(-1), value.reshape(-1)):
-            return True
-        sizes = [size for size in value.shape if size != 1]
-        # Where two axes are as long as each other, their order can be wrong.
-        if len(np.squeeze(there).shape) != len(sizes) or len(set(sizes)) != len(sizes):
-            continue
-        if any(same_array(moved, value) for moved in laid_out(there, value.shape)):
-            return True
-    return False
+    return any(_in_order(value, alignment.value(other)) for other in counterparts.get(node, ()))
+
+
+def _in_order(value: np.ndarray, other: np.ndarray) -> bool:
+    """Whether two arrays hold the same in the same order, except for the order of their axes."""
+    if other.size == value.size and same_array(other.reshape(-1), value.reshape(-1)):
+        return True
+    sizes = np.squeeze(value).shape
+    # Where two axes are as long as each other, their order can be wrong.
+    if np.squeeze(other).ndim != len(sizes) or len(set(sizes)) != len(sizes):
+        return False
+    return any(same_array(moved, value) for moved in laid_out(other, value.shape))
 
 
 def shown(nodes: Sequence[Node]) -> str:
@@ -151,16 +156,21 @@ def shown(nodes: Sequence[Node]) -> str:
 
 def _shown(node: Node) -> str:
     if node.operation == "slice" and isinstance(node.parameters.get("start"), tuple):
-        bounds = zip(node.parameters["start"], node.parameters["stop"], strict=True)
-        shape = node.operands[0].value.shape
-        parts = []
-        for (start, stop), size in zip(bounds, shape, strict=True):
-            parts.append(":" if (start, stop) == (0, size) else f"{start}:{stop}")
-        return f"slice [{', '.join(parts)}]"
-    given = [f"{name}={plain(value)}" for name, value in node.parameters.items()]
-    if node.operation in ("reshape", "transpose"):
-        given = [plain(value) for value in node.parameters.values()]
+        return f"slice [{_bounds(node)}]"
+    # What a reshape or a transposition takes needs no name.
+    named = node.operation not in ("reshape", "transpose")
+    given = []
+    for name, value in node.parameters.items():
+        given.append(f"{name}={plain(value)}" if named else plain(value))
     return f"{node.operation} {' '.join(given)}".strip()
+
+
+def _bounds(node: Node) -> str:
+    starts, stops = node.parameters["start"], node.parameters["stop"]
+    shown = []
+    for start, stop, size in zip(starts, stops, node.operands[0].value.shape, strict=True):
+        shown.append(":" if (start, stop) == (0, size) else f"{start}:{stop}")
+    return ", ".join(shown)
 
 
 def relation(flax: np.ndarray, torch: np.ndarray) -> str:
@@ -180,7 +190,7 @@ def relation(flax: np.ndarray, torch: np.ndarray) -> str:
 def _along_joined_axes(flax: np.ndarray, torch: np.ndarray) -> str:
     """Return the difference in order along two neighbouring axes, read as one."""
     for axis in range(torch.ndim - 1):
-        joined = torch.shape[axis] * torch.shape[axis + 1]
+        joined = math.prod(torch.shape[axis : axis + 2])
         shape = (*torch.shape[:axis], joined, *torch.shape[axis + 2 :])
         found = _along_axes(flax.reshape(shape), torch.reshape(shape))
         if found:
@@ -215,11 +225,15 @@ def _index_map(flax: np.ndarray, torch: np.ndarray) -> list[np.ndarray] | None:
     """Return for each axis where each number of one array is in the other."""
     if flax.shape != torch.shape or len(np.unique(torch)) != torch.size:
         return None
-    from_flax = np.argsort(flax.reshape(-1), kind="stable")
-    from_torch = np.argsort(torch.reshape(-1), kind="stable")
+    # The numbers are different ones: those of the same rank are the same.
     index = np.empty(flax.size, int)
-    index[from_flax] = from_torch
-    return [own.reshape(flax.shape) for own in np.unravel_index(index, flax.shape)]
+    index[_ranked(flax)] = _ranked(torch)
+    along = np.unravel_index(index, flax.shape)
+    return [own.reshape(flax.shape) for own in along]
+
+
+def _ranked(array: np.ndarray) -> np.ndarray:
+    return np.argsort(array.reshape(-1), kind="stable")
 
 
 def _along(index: np.ndarray, axis: int) -> np.ndarray | None:
@@ -237,13 +251,25 @@ def _described(along: np.ndarray, axis: int) -> str:
     if (along == (straight + shift) % size).all():
         rolled = -shift if shift <= size // 2 else size - shift
         return f"axis {axis} is rolled by {rolled}"
+    first = _transposed_by(along)
+    if first is not None:
+        ours, theirs = plain((first, size // first)), plain((size // first, first))
+        if ours == theirs:
+            return f"axis {axis} of {size}, split as {ours}, is transposed"
+        return f"axis {axis} of {size} is split as {ours}, in torch as {theirs}"
+    listed = [str(i) for i in along[:LONGEST]]
+    if size > LONGEST:
+        listed.append("...")
+    return f"axis {axis} is in the order {', '.join(listed)} of torch"
+
+
+def _transposed_by(along: np.ndarray) -> int | None:
+    """Return the length of the first of two axes, whose transposition gives an order of both."""
+    size = len(along)
     for first in range(2, size):
-        if size % first == 0:
-            other = straight.reshape(first, size // first).T.reshape(-1)
-            if (along == other).all():
-                ours, theirs = plain((first, size // first)), plain((size // first, first))
-                if ours == theirs:
-                    return f"axis {axis} of {size}, split as {ours}, is transposed"
-                return f"axis {axis} of {size} is split as {ours}, in torch as {theirs}"
-    listed = along.tolist() if size <= LONGEST else [*along[:LONGEST].tolist(), "..."]
-    return f"axis {axis} is in the order {', '.join(map(str, listed))} of torch"
+        if size % first:
+            continue
+        split = np.arange(size).reshape(first, -1)
+        if (along == split.T.reshape(-1)).all():
+            return first
+    return None

@@ -39,6 +39,7 @@ def offset_errors(pair: Pair) -> dict[str, float]:
     ours = submodules(pair.flax.built())
     norms = [name for name, inner in theirs.named_modules() if name and _is_norm(inner)]
     names = pair_paths(pair.entries, ours, norms)
+    # The whole module pairs as well, and is no norm.
     names = {path: name for path, name in names.items() if name in norms and path in ours}
     measured = _measured(pair, torch, set(names.values())) if names else {}
     errors: dict[str, float] = {}
@@ -47,12 +48,11 @@ def offset_errors(pair: Pair) -> dict[str, float]:
         if name not in measured:
             continue
         found = measured[name]
-        shown = f"{name} by itself"
-        for flax in _calls(ours[path], found.given):
-            if flax.shape == found.output.shape:
-                errors[shown] = _relative(flax, found.output)
-                rounding[shown] = _relative(found.moved, found.output)
-                break
+        flax = _result(ours[path], found)
+        if flax is not None:
+            shown = f"{name} by itself"
+            errors[shown] = _relative(flax, found.output)
+            rounding[shown] = _relative(found.moved, found.output)
     return tolerance.amplified(errors, [rounding], tolerance.FORWARD, tolerance.MOST_FORWARD)
 
 
@@ -75,8 +75,7 @@ def _measured(pair: Pair, adapter: Any, wanted: set[str]) -> dict[str, _Measured
 
     def measure(name: str, norm: Any, args: tuple, kwargs: dict) -> None:
         if name not in found:
-            tensors = [x for x in (*args, *kwargs.values()) if hasattr(x, "is_floating_point")]
-            floating = [x for x in tensors if x.is_floating_point()]
+            floating = [x for x in (*args, *kwargs.values()) if _is_floating(x)]
             found[name] = _measure(norm, floating)
 
     for name in wanted:
@@ -85,6 +84,10 @@ def _measured(pair: Pair, adapter: Any, wanted: set[str]) -> dict[str, _Measured
     # Inside the call of the model, which may set what its norms compute in.
     adapter.call(module, adapter.arrays(pair.inputs), adapter.arrays(pair.extras))
     return found
+
+
+def _is_floating(x: Any) -> bool:
+    return hasattr(x, "is_floating_point") and x.is_floating_point()
 
 
 def _measure(norm: Any, floating: list[Any]) -> _Measured:
@@ -102,6 +105,12 @@ def _measure(norm: Any, floating: list[Any]) -> _Measured:
             # A clone of what was not made inside is rounded, too.
             moved = _numpy64(norm.forward(*(x.clone() for x in tensors)))
     return _Measured(given, output, moved)
+
+
+def _result(norm: Any, found: _Measured) -> np.ndarray | None:
+    """Return what the JAX norm returns in the shape of PyTorch's; None where it has another."""
+    results = _calls(norm, found.given)
+    return next((flax for flax in results if flax.shape == found.output.shape), None)
 
 
 def _calls(norm: Any, given: tuple[np.ndarray, ...]) -> Iterator[np.ndarray]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from itertools import permutations
 from typing import Any
 
 from flax_attn.parity.trace.align import Alignment
@@ -15,8 +16,6 @@ from flax_attn.parity.trace.program import Node
 # The strength with which an operation holds its operands together.
 SUM, PRODUCT, POWER, ATOM = range(4)
 SIGNS = {"lt": "<", "le": "<=", "eq": "==", "ne": "!=", "and": "&", "or": "|"}
-
-
 # Operations inside the name of a value that has none of its own.
 DEPTH = 3
 # Operations inside one another that are written.
@@ -58,19 +57,21 @@ class Names:
     def of(self, leaf: Expression) -> tuple[str, int]:
         """Return the name of a shared value, and how strongly it holds together."""
         quantity = leaf.settings[0]
-        node = self._alignment.torch.nodes[quantity]
-        others = self._alignment.flax_of.get(node, ())
-        same = [other for one in others for other in self._alignment.torch_of[one]]
-        sides = [
-            (others, self._alignment.flax.results),
-            ([node, *same], self._alignment.torch.results),
+        known = self._alignment
+        node = known.torch.nodes[quantity]
+        ours = known.flax_of.get(node, [])
+        theirs = [node]
+        for one in ours:
+            theirs += known.torch_of[one]
+        names = [
+            _name(leaf.origin, ours, known.flax.results),
+            _name(leaf.origin, theirs, known.torch.results),
         ]
-        if not self._ours:
-            sides.reverse()
-        name = next(filter(None, (_name(leaf.origin, *side) for side in sides)), "")
-        if not name:
-            return self._written(next(iter(sides[0][0]), node))
+        own, other = names if self._ours else reversed(names)
+        if not own and not other:
+            return self._written(ours[0] if self._ours and ours else node)
         if quantity not in self._names:
+            name = own or other
             self._names[quantity] = self._unique(name.removeprefix(self._inside))
         return self._names[quantity], ATOM
 
@@ -153,12 +154,15 @@ def _written(x: Expression, names: Names) -> tuple[str, int]:
     if x.operation == "product":
         return _statistic(x, names) or _product(x, names)
     if x.operation in SIGNS and len(x.operands) == 2:
-        left, right = (_text(operand, names, PRODUCT) for operand in x.operands)
-        return f"{left} {SIGNS[x.operation]} {right}", SUM
+        return _infix(x, SIGNS[x.operation], names, PRODUCT), SUM
     if x.operation == "dot":
-        left, right = (_text(operand, names, POWER) for operand in x.operands)
-        return f"{left} @ {right}", PRODUCT
+        return _infix(x, "@", names, POWER), PRODUCT
     return _call(x, names), ATOM
+
+
+def _infix(x: Expression, sign: str, names: Names, within: int) -> str:
+    left, right = (_text(operand, names, within) for operand in x.operands)
+    return f"{left} {sign} {right}"
 
 
 def _statistic(x: Expression, names: Names) -> tuple[str, int] | None:
@@ -167,14 +171,14 @@ def _statistic(x: Expression, names: Names) -> tuple[str, int] | None:
         return None
     summed = x.operands[0]
     sizes = summed.settings[0]
-    if abs(x.settings[0] * math.prod(sizes) - 1) > 1e-9:
+    count = math.prod(sizes)
+    if abs(x.settings[0] * count - 1) > 1e-9:
         return None
-    inner = summed.operands[0]
-    over = f"over {plain(sizes)}"
+    name, inner = "mean", summed.operands[0]
     centred = _centred(inner, sizes)
     if centred is not None:
-        return f"var({text(centred, names)}, {over})", ATOM
-    return f"mean({text(inner, names)}, {over})", ATOM
+        name, inner = "var", centred
+    return f"{name}({text(inner, names)}, over {plain(sizes)})", ATOM
 
 
 def _centred(squares: Expression, sizes: tuple[int, ...]) -> Expression | None:
@@ -184,7 +188,7 @@ def _centred(squares: Expression, sizes: tuple[int, ...]) -> Expression | None:
     difference = squares.operands[0]
     if difference.operation != "sum" or len(difference.operands) != 2:
         return None
-    for x, mean in (difference.operands, difference.operands[::-1]):
+    for x, mean in permutations(difference.operands):
         summed = Expression("sum_over", (x,), (sizes,))
         if mean == summed or mean.operation == "leaf":
             return x
@@ -197,28 +201,28 @@ def _sum(x: Expression, names: Names) -> str:
     terms.sort(key=lambda pair: (pair[0] < 0, pair[1].number is not None))
     parts = []
     for factor, term in terms:
-        shown = _text(scaled(abs(factor), term), names, PRODUCT)
-        sign = "-" if factor < 0 else "+"
-        if parts:
-            parts.append(f"{sign} {shown}")
-        else:
-            parts.append(f"-{shown}" if factor < 0 else shown)
-    return " ".join(parts)
+        parts.append("-" if factor < 0 else "+")
+        size = scaled(abs(factor), term)
+        parts.append(_text(size, names, PRODUCT))
+    sign, *others = parts
+    return sign.strip("+") + " ".join(others)
 
 
 def _product(x: Expression, names: Names) -> tuple[str, int]:
+    factor, *exponents = x.settings
     above, below = [], []
-    for base, exponent in zip(x.operands, x.settings[1:], strict=True):
-        shown = _power(base, abs(exponent), names)
-        (above if exponent > 0 else below).append(shown)
-    factor = x.settings[0]
+    for base, exponent in zip(x.operands, exponents, strict=True):
+        side = above if exponent > 0 else below
+        side.append(_power(base, abs(exponent), names))
     sign = "-" if factor == -1 else ""
     if factor not in (1, -1):
         above.append(plain(factor))
     top = sign + (" * ".join(above) or "1")
     if not below:
         return top, PRODUCT if len(above) > 1 else ATOM
-    bottom = below[0] if len(below) == 1 else f"({' * '.join(below)})"
+    bottom = " * ".join(below)
+    if len(below) > 1:
+        bottom = f"({bottom})"
     return f"{top} / {bottom}", PRODUCT
 
 
@@ -254,14 +258,15 @@ def _settings(x: Expression) -> list[str]:
     if x.operation in ("sum_over", "amax", "softmax", "logsumexp"):
         sizes = x.settings[0]
         return [f"over {plain(sizes)}"]
-    shown = []
-    for setting in x.settings:
-        if isinstance(setting, tuple) and len(setting) == 2 and isinstance(setting[0], str):
-            name, value = setting
-            shown.append(f"over {plain(value)}" if name == "over" else f"{name}={plain(value)}")
-        else:
-            shown.append(plain(setting))
-    return shown
+    return [_setting(setting) for setting in x.settings]
+
+
+def _setting(setting: Any) -> str:
+    pair = isinstance(setting, tuple) and len(setting) == 2
+    if not pair or not isinstance(setting[0], str):
+        return plain(setting)
+    name, value = setting
+    return f"over {plain(value)}" if name == "over" else f"{name}={plain(value)}"
 
 
 def _bounds(bounds: tuple) -> str:
@@ -279,12 +284,9 @@ def plain(value: Any) -> str:
         >>> plain(1.0), plain(1e-06), plain((24,)), plain((2, 3))
         ('1', '1e-06', '24', '(2, 3)')
     """
-    if isinstance(value, bool) or value is None:
-        return str(value)
-    if isinstance(value, tuple) and len(value) == 1:
-        return plain(value[0])
     if isinstance(value, tuple):
-        return f"({', '.join(plain(inner) for inner in value)})"
+        shown = [plain(inner) for inner in value]
+        return shown[0] if len(shown) == 1 else f"({', '.join(shown)})"
     if isinstance(value, float):
         return f"{value:.6g}"
     return str(value)

@@ -16,6 +16,8 @@ SAME = 1e-11
 # A number this large hides a score, as infinity does; it is larger where all numbers are large:
 # where this share of them is.
 HIDING, SMALL = 1e8, 0.1
+# Where all numbers are 0, no difference is allowed.
+TINY = 1e-300
 # A moment of n rounded numbers is that exact.
 CLOSE = 1e-9
 # The layouts of an array that are tried.
@@ -99,9 +101,9 @@ class Numbers:
         if not x.size or not self.scale:
             return np.zeros(5)
         unit = x / self.scale
-        hidden = 1 - x.size / max(self.array.size, 1)
-        cubes = (unit**3).mean()
-        return np.array([self.scale, unit.mean(), (unit**2).mean(), cubes, hidden])
+        squares, cubes = (unit**2).mean(), (unit**3).mean()
+        hidden = 1 - x.size / self.array.size
+        return np.array([self.scale, unit.mean(), squares, cubes, hidden])
 
     @cached_property
     def telling(self) -> bool:
@@ -112,19 +114,23 @@ class Numbers:
         # A number of many digits is not the same by chance.
         if x.size == 1:
             return bool(float(f"{x[0]:.6g}") != x[0])
-        distinct = 1 + np.count_nonzero(np.diff(x) > SAME * (self.scale or 1))
-        return bool(distinct > 4 or (distinct > 1 and distinct == x.size))
+        steps = np.diff(x) > SAME * (self.scale or 1)
+        distinct = 1 + int(np.count_nonzero(steps))
+        return distinct > 4 or distinct == x.size
 
     def equals(self, other: Numbers) -> bool:
         """Whether both hold the same numbers, each perhaps repeated."""
-        ours, theirs = self.features, other.features
-        if not (np.abs(ours - theirs) <= CLOSE * (1 + np.abs(theirs))).all():
+        # Sorting is dear: most others differ in a moment.
+        apart = np.abs(self.features - other.features)
+        allowed = CLOSE * (1 + np.abs(other.features))
+        if not (apart <= allowed).all():
             return False
         few, many = sorted((self.sorted, other.sorted), key=len)
-        if not len(few) or len(many) % len(few):
-            return not len(many)
-        every = many[:: len(many) // len(few)]
-        return bool((np.abs(every - few) <= SAME * max(self.scale, other.scale)).all())
+        if not few.size or many.size % few.size:
+            return not many.size
+        repeats = many.size // few.size
+        apart = np.abs(many[::repeats] - few)
+        return bool((apart <= SAME * max(self.scale, other.scale)).all())
 
 
 def same_array(one: np.ndarray, other: np.ndarray) -> bool:
@@ -136,12 +142,14 @@ def same_array(one: np.ndarray, other: np.ndarray) -> bool:
         return False
     if first.dtype.kind not in "fc":
         return bool((first == second).all())
-    if first.size and first.dtype == second.dtype == np.float64:
+    double = first.dtype == second.dtype == np.float64
+    if first.size and double:
         sizes, others = np.abs(first), np.abs(second)
         # In most arrays no number hides one. NaN is not less than another number.
         if sizes.max() < HIDING and others.max() < HIDING:
-            scale = max(sizes.mean(), others.mean(), 1e-300)
-            return bool(np.abs(first - second).max() <= SAME * scale)
+            scale = max(sizes.mean(), others.mean(), TINY)
+            apart = np.abs(first - second)
+            return bool(apart.max() <= SAME * scale)
     scale = max(Numbers(first).scale, Numbers(second).scale)
     return _close(first, second, scale)
 
@@ -155,14 +163,18 @@ def is_laid_out(ours: np.ndarray, theirs: np.ndarray) -> bool:
 
 
 def _close(first: np.ndarray, second: np.ndarray, scale: float) -> bool:
+    """Whether arrays of one shape agree where neither hides a number, and hide the same."""
+    limit = min(_hiding(first), _hiding(second))
+    hidden = _hidden(first, limit)
+    if (hidden != _hidden(second, limit)).any():
+        return False
+    apart = np.abs(np.where(hidden, 0, first) - np.where(hidden, 0, second))
+    return bool((apart <= SAME * max(scale, TINY)).all())
+
+
+def _hidden(array: np.ndarray, limit: float) -> np.ndarray:
     with np.errstate(invalid="ignore"):
-        limit = min(_hiding(first), _hiding(second))
-        hidden = (np.abs(first) >= limit) | ~np.isfinite(first)
-        other_hidden = (np.abs(second) >= limit) | ~np.isfinite(second)
-        if (hidden != other_hidden).any():
-            return False
-        apart = np.abs(np.where(hidden, 0, first) - np.where(hidden, 0, second))
-    return bool((apart <= SAME * max(scale, 1e-300)).all())
+        return (np.abs(array) >= limit) | ~np.isfinite(array)
 
 
 def flattened(array: np.ndarray) -> np.ndarray:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import permutations
+
 import numpy as np
 
 from flax_attn.parity.trace.program import Node
@@ -16,7 +18,7 @@ def logsumexp_of(node: Node) -> Node | None:
     """Return the sum of a `logsumexp`, which adds what its exponents lack; else None."""
     if node.operation != "add" or len(node.operands) != 2:
         return None
-    for log, shift in (node.operands, node.operands[::-1]):
+    for log, shift in permutations(node.operands):
         summed = summed_in(moved_from(log))
         if summed is None:
             continue
@@ -65,11 +67,16 @@ def is_same(one: np.ndarray, other: np.ndarray) -> bool:
 
 def moved_from(node: Node) -> Node:
     """Return what a node lays out otherwise, rounds, or returns unchanged."""
-    while node.operands:
-        first = node.operands[0]
-        moves = node.operation in LAYOUT or node.operation == "cast"
-        same = [x for x in node.operands if (moves and x is first) or is_same(x.value, node.value)]
-        if not same:
-            break
-        node = same[0]
+    source = _source(node)
+    while source is not None:
+        node, source = source, _source(source)
     return node
+
+
+def _source(node: Node) -> Node | None:
+    moves = node.operation in LAYOUT or node.operation == "cast"
+    if moves and node.operands:
+        return node.operands[0]
+    # An addition of 0 or a dropout that is off computes nothing.
+    same = (operand for operand in node.operands if is_same(operand.value, node.value))
+    return next(same, None)

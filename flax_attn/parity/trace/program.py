@@ -153,7 +153,7 @@ class Program:
         """The nodes that depend on what the run is given."""
         found: set[Node] = set()
         for node in self.nodes:
-            if node.operation == "source" or any(operand in found for operand in node.operands):
+            if node.operation == "source" or not found.isdisjoint(node.operands):
                 found.add(node)
         return found
 
@@ -237,13 +237,11 @@ def place_of(frames: Sequence[tuple[str, int]], module: str = "") -> Place | Non
     # Beyond the harness stands who called it.
     inside = takewhile(lambda frame: not in_harness(frame[0]), frames)
     written = (frame for frame in inside if not in_library(frame[0]))
-    found = list(islice(written, 2))
-    if not found:
+    innermost, caller = next(written, None), next(written, None)
+    if innermost is None:
         layers = (frame for frame in frames if any(name in frame[0] for name in LAYERS))
-        found = list(islice(layers, 1))
-    if not found:
-        return None
-    return Place(*found[0], module, found[1] if len(found) > 1 else None)
+        innermost = next(layers, None)
+    return Place(*innermost, module, caller) if innermost else None
 
 
 def in_harness(file: str) -> bool:
