@@ -21,6 +21,8 @@ from flax_attn.parity.trace.numbers import (
 )
 from flax_attn.parity.trace.program import Node, Program
 
+Values = Mapping[Node, np.ndarray]
+
 
 @dataclass
 class Alignment:
@@ -38,7 +40,7 @@ class Alignment:
     flax: Program
     torch: Program
     expected: Arrays
-    changed: Mapping[Node, np.ndarray] = field(default_factory=dict)
+    changed: Values = field(default_factory=dict)
     fixed: frozenset[Node] = frozenset()
     ordered: bool = False
 
@@ -93,16 +95,16 @@ class Alignment:
         """
         found: dict[Node, int] = {}
         for node, others in self.flax_of.items():
-            same = [other.order for one in others for other in self.torch_of[one]]
-            found[node] = min(same)
+            found[node] = min(same.order for other in others for same in self.torch_of[other])
         ours = {node: found[others[0]] for node, others in self.torch_of.items()}
         return found | ours
 
     def matches(self, node: Node) -> list[Node]:
         """Return the PyTorch nodes that hold the numbers of a JAX node."""
         own = self.numbers(node)
-        found = self._telling(own)
-        return found if found or own.telling else self._exact.get(_bytes(own.array), [])
+        if own.telling:
+            return self._telling(own)
+        return self._exact.get(_bytes(own.array), [])
 
     def matches_array(self, value: np.ndarray) -> list[Node]:
         """Return the PyTorch nodes that hold the numbers of an array, if these tell anything."""
@@ -121,25 +123,21 @@ class Alignment:
         return sorted(found, key=lambda node: node.order)
 
     def rerun(
-        self,
-        replaced: Mapping[Node, np.ndarray],
-        most: int | None = None,
-        until: Node | None = None,
+        self, replaced: Values, most: int | None = None, until: Node | None = None
     ) -> dict[Node, np.ndarray]:
         """Return the values of JAX that change when some are replaced, as `Program.rerun` does."""
         return self.flax.rerun(replaced, self.changed, most, until, self.fixed)
 
-    def wrong(self, changed: Mapping[Node, np.ndarray] = MappingProxyType({})) -> list[str]:
+    def wrong(self, changed: Values = MappingProxyType({})) -> list[str]:
         """Return the names of the outputs that differ, with changed values if there are any."""
         found = []
         for name, node in self.flax.outputs.items():
-            if not same_array(changed.get(node, self.value(node)), self.expected[name]):
+            value = changed.get(node, self.value(node))
+            if not same_array(value, self.expected[name]):
                 found.append(name)
         return found
 
-    def with_changed(
-        self, changed: Mapping[Node, np.ndarray], fixed: Iterable[Node] = ()
-    ) -> Alignment:
+    def with_changed(self, changed: Values, fixed: Iterable[Node] = ()) -> Alignment:
         """Return the alignment after some values of the JAX run are replaced.
 
         Args:
@@ -147,19 +145,17 @@ class Alignment:
             fixed: nodes whose values were replaced, which later replacements leave as they are.
         """
         values = {**self.changed, **changed}
-        stays = self.fixed | frozenset(fixed)
-        other = replace(self, changed=values, fixed=stays)
-        kept = {node: own for node, own in self._numbers.items() if node not in changed}
-        other._numbers, other.kept = kept, self.kept
-        other.__dict__["_index"] = self._index
-        other.__dict__["_exact"] = self._exact
+        other = replace(self, changed=values, fixed=self.fixed.union(fixed))
+        other._numbers = {node: own for node, own in self._numbers.items() if node not in changed}
+        # PyTorch's values stay, and so do the matches of what does not change.
+        other.kept, other._index, other._exact = self.kept, self._index, self._exact
         known = self.torch_of
-        found = {}
+        torch_of = {}
         for node in self.flax.nodes:
             matched = other.matches(node) if node in changed else known.get(node)
             if matched:
-                found[node] = matched
-        other.__dict__["torch_of"] = found
+                torch_of[node] = matched
+        other.torch_of = torch_of
         return other
 
 
@@ -191,11 +187,10 @@ def _bytes(array: np.ndarray) -> bytes:
 def cone(outputs: Iterable[Node], matched: Mapping[Node, Sequence[Node]]) -> list[Node]:
     """Return the unmatched nodes that lead to outputs, in order."""
     found: set[Node] = set()
-    waiting = [node for node in outputs if node not in matched]
+    waiting = list(outputs)
     while waiting:
         node = waiting.pop()
-        if node in found:
-            continue
-        found.add(node)
-        waiting += [operand for operand in node.operands if operand not in matched]
+        if node not in matched and node not in found:
+            found.add(node)
+            waiting += node.operands
     return sorted(found, key=lambda node: node.order)

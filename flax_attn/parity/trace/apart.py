@@ -28,17 +28,21 @@ def few_apart(gap: Gap) -> str:
     if values is None:
         return ""
     ours, theirs = values
-    for there in laid_out(theirs, ours.shape):
-        floating = any(x.dtype.kind in "fc" for x in (ours, theirs))
-        if floating and max(len(np.unique(ours)), len(np.unique(theirs))) > DISTINCT:
-            return ""
-        apart = np.argwhere(ours != there)
-        if not len(apart) or ours.size < DISTINCT**2:
-            return ""
-        first = tuple(apart[0].tolist())
-        values = f"flax {plain(ours[first].item())}, torch {plain(there[first].item())}"
-        return f"{len(apart)} of {ours.size} elements differ, the first at {plain(first)}: {values}"
-    return ""
+    there = next(laid_out(theirs, ours.shape), None)
+    if there is None or ours.size < DISTINCT**2:
+        return ""
+    floating = any(array.dtype.kind in "fc" for array in values)
+    if floating and any(len(np.unique(array)) > DISTINCT for array in values):
+        return ""
+    apart = np.argwhere(ours != there)
+    if not len(apart):
+        return ""
+    first = tuple(apart[0].tolist())
+    flax, torch = plain(ours[first].item()), plain(there[first].item())
+    return (
+        f"{len(apart)} of {ours.size} elements differ, the first at {plain(first)}: flax {flax},"
+        f" torch {torch}"
+    )
 
 
 def times_apart(gap: Gap) -> str:
@@ -49,8 +53,8 @@ def times_apart(gap: Gap) -> str:
     ours, theirs = values
     if not ours.size or ours.dtype.kind != "f" or theirs.dtype.kind != "f":
         return ""
-    for there in islice(laid_out(theirs, ours.shape), TRIED):
-        largest = np.abs(ours).argmax()
+    largest = np.abs(ours).argmax()
+    for there in layouts_of(gap):
         with np.errstate(all="ignore"):
             ratio = float(there.flat[largest] / ours.flat[largest])
             multiplied = ours * ratio
@@ -71,21 +75,29 @@ def rounded_apart(gap: Gap) -> float:
     if gap.parameter != "operation" or values is None or "cast" in operations:
         return 0.0
     ours, theirs = values
-    if not any(x.dtype.kind == "f" and (x == x.astype(np.float32)).all() for x in (ours, theirs)):
+    if not (_is_single(ours) or _is_single(theirs)):
         return 0.0
-    layouts = islice(laid_out(theirs, ours.shape), LAYOUTS)
-    return next(filter(None, (rounded_by(ours, there) for there in layouts)), 0.0)
+    for there in islice(laid_out(theirs, ours.shape), LAYOUTS):
+        error = rounded_by(ours, there)
+        if error:
+            return error
+    return 0.0
+
+
+def _is_single(array: np.ndarray) -> bool:
+    return array.dtype.kind == "f" and bool((array == array.astype(np.float32)).all())
 
 
 def rounded_by(ours: np.ndarray, theirs: np.ndarray) -> float:
     """Return by how much two arrays differ, if they agree to float32; else 0."""
     finite = np.isfinite(ours) & np.isfinite(theirs)
+    hidden = ~finite
     # What is hidden is -inf, which no rounding makes or takes away.
-    if not np.array_equal(ours[~finite], theirs[~finite], equal_nan=True):
+    if not np.array_equal(ours[hidden], theirs[hidden], equal_nan=True):
         return 0.0
-    ours, theirs = ours[finite], theirs[finite]
-    scale = np.abs(theirs).max(initial=0.0)
-    error = np.abs(ours - theirs).max(initial=0.0)
+    here, there = ours[finite], theirs[finite]
+    error = np.abs(here - there).max(initial=0.0)
+    scale = np.abs(there).max(initial=0.0)
     return float(error / scale) if 0 < error <= ROUNDED * scale else 0.0
 
 

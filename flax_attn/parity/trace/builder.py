@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from flax_attn.parity.trace.expression import Expression, number, parts, scaled, split
+from flax_attn.parity.trace.expression import Expression, leaves_of, number, scaled, split
 from flax_attn.parity.trace.patterns import exponent, is_same, logsumexp_of, moved_from, softmax_of
 from flax_attn.parity.trace.program import Node
 from flax_attn.parity.trace.rules import RULES, SWAPPED, contained, sizes_over
@@ -29,10 +29,10 @@ class Builder:
         self.leaves, self.varying = leaves, varying
         self._depth = 0
         self._made: dict[Node, Expression] = {}
-        self._first: dict[int, Node] = {}
-        for node in sorted(leaves, key=lambda node: node.order):
-            if node in varying:
-                self._first.setdefault(leaves[node], node)
+        # The node that first computes each shared value: the last to be written here.
+        in_order = sorted(leaves, key=lambda node: node.order)
+        shared = [node for node in reversed(in_order) if node in varying]
+        self._first = {leaves[node]: node for node in shared}
 
     def leaf(self, node: Node) -> Expression:
         """Return the expression of a node as a value that both have."""
@@ -40,16 +40,13 @@ class Builder:
 
     def makers(self, expression: Expression) -> list[Node]:
         """Return the nodes that first compute the shared values in an expression."""
-        leaves = [one for one in parts(expression) if one.operation == "leaf"]
-        return [self._first[one.settings[0]] for one in leaves if one.settings[0] in self._first]
+        numbers = [leaf.settings[0] for leaf in leaves_of(expression)]
+        return [self._first[number] for number in numbers if number in self._first]
 
     def scaling(self, top: Node, base: Expression) -> list[Node]:
         """Return the operations that multiply an expression by a number, inside of a node."""
-        found: list[Node] = []
-        for node in self._inside(top):
-            if node.operation in ("mul", "div", "neg") and split(self(node))[1] == base:
-                found.append(node)
-        return found
+        multiplied = [x for x in self._inside(top) if x.operation in ("mul", "div", "neg")]
+        return [node for node in multiplied if split(self(node))[1] == base]
 
     def _inside(self, top: Node) -> Iterator[Node]:
         """Yield the nodes between a node and the shared values that it is computed from."""
@@ -93,21 +90,16 @@ class Builder:
                 sizes = sizes_over(summed, summed.parameters["axes"])
                 return Expression(name, (self(exponent(summed)),), (sizes,), summed)
         operands = [self(operand) for operand in node.operands]
-        if node.operation in ("add", "add_any", "sub", "mul", "div") and _moved(node, operands):
-            operands[1] = Expression("moved", (operands[1],), (), node.operands[1])
-        elif node.operation in ("add", "add_any") and _coincide(node, operands):
-            factor, base = split(operands[1])
-            operands[1] = scaled(factor, Expression("other", (base,), (), base.origin))
-        for operand, inner in zip(node.operands, operands, strict=True):
-            # A choice that chooses one side everywhere is that side.
-            if node.operation == "where" and is_same(operand.value, node.value):
-                return inner
-        rule = RULES.get(node.operation)
-        if rule is not None:
-            return rule(node, operands)
-        name = SWAPPED.get(node.operation)
-        if name:
-            return Expression(name, tuple(reversed(operands)), (), node)
+        _tell_apart(node, operands)
+        # A choice that chooses one side everywhere is that side.
+        if node.operation == "where":
+            for operand, inner in zip(node.operands, operands, strict=True):
+                if is_same(operand.value, node.value):
+                    return inner
+        if node.operation in RULES:
+            return RULES[node.operation](node, operands)
+        if node.operation in SWAPPED:
+            return Expression(SWAPPED[node.operation], tuple(reversed(operands)), (), node)
         return contained(node, operands)
 
 
@@ -121,19 +113,33 @@ def _contents(value: np.ndarray) -> str:
     return f"array {shape} of {' and '.join(f'{float(x):.6g}' for x in distinct)}"
 
 
-def _moved(node: Node, operands: list[Expression]) -> bool:
+def _tell_apart(node: Node, operands: list[Expression]) -> None:
+    """Mark the second operand where it reads like the first, and is another value."""
+    is_sum = node.operation in ("add", "add_any")
+    if not is_sum and node.operation not in ("sub", "mul", "div"):
+        return
+    second = operands[1]
+    if _moved(node, operands):
+        operands[1] = Expression("moved", (second,), (), node.operands[1])
+    elif is_sum and _coincide(operands):
+        factor, base = split(second)
+        operands[1] = scaled(factor, Expression("other", (base,), (), base.origin))
+
+
+def _moved(node: Node, operands: Sequence[Expression]) -> bool:
     """Whether both operands hold the same numbers in another layout, as `x` and its transpose."""
-    if split(operands[0])[1] != split(operands[1])[1] or operands[0].number is not None:
+    own, first = split(operands[0])
+    other, second = split(operands[1])
+    if first != second or operands[0].number is not None:
         return False
-    first, second = (operand.value for operand in node.operands[:2])
-    if first.shape != second.shape:
+    ours, theirs = node.operands[0].value, node.operands[1].value
+    if ours.shape != theirs.shape:
         return True
     # The same array, perhaps times a number.
-    factor = split(operands[1])[0] / split(operands[0])[0]
-    return not np.allclose(first * factor, second, rtol=1e-9, atol=1e-300)
+    return not np.allclose(ours * (other / own), theirs, rtol=1e-9, atol=1e-300)
 
 
-def _coincide(node: Node, operands: list[Expression]) -> bool:
+def _coincide(operands: Sequence[Expression]) -> bool:
     """Whether the terms of a sum are two values that happen to be equal, as two losses are."""
     first, second = split(operands[0])[1], split(operands[1])[1]
     if first.operation != "leaf" or first != second:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import product
 from typing import Any
 
 import numpy as np
 
 from flax_attn.parity.trace.align import Alignment
+from flax_attn.parity.trace.expression import common
 from flax_attn.parity.trace.patterns import LAYOUT, logsumexp_of, moved_from, summed_in
 from flax_attn.parity.trace.program import Node, Program
 
@@ -20,6 +22,7 @@ FLAX_SHARED, TORCH_SHARED = 1, 4
 # agree by chance, as the norms of two layers that take the same value.
 LACKED = 3
 SKIPPED = frozenset({*LAYOUT, "source", "constant", "element", "slice", "split", "copy"})
+Users = Mapping[Node, Sequence[Node]]
 
 
 def candidates(
@@ -27,39 +30,37 @@ def candidates(
 ) -> Iterator[tuple[Node, Node]]:
     """Yield pairs of nodes that may be the same quantity, those near to agreeing values first."""
     depths = _depths(ours, alignment.flax) | _depths(theirs, alignment.torch)
+    inside = set(depths)
     here = [node for node in ours if _is_candidate(node, depths, alignment.flax.users)]
     there = [node for node in theirs if _is_candidate(node, depths, alignment.torch.users)]
-    inside = set(depths)
     # One side may compute more with a value that both have.
-    shared_here = _shared_operands(alignment, ours, alignment.torch_of)
-    shared_here = [node for node in shared_here if _is_alone(alignment, node)]
-    shared_there = _shared_operands(alignment, theirs, alignment.flax_of)
-    depths = dict.fromkeys(shared_there, TORCH_SHARED) | depths
-    depths = dict.fromkeys(shared_here, FLAX_SHARED) | depths
-    shared_here = [node for node in shared_here if node not in inside]
-    shared_there = [node for node in shared_there if node not in inside]
+    used_here = _shared_operands(alignment, ours, alignment.torch_of)
+    used_there = _shared_operands(alignment, theirs, alignment.flax_of)
+    shared_here = [x for x in used_here if x not in inside and _is_alone(alignment, x)]
+    shared_there = [x for x in used_there if x not in inside]
+    depths |= dict.fromkeys(shared_here, FLAX_SHARED)
+    depths |= dict.fromkeys(shared_there, TORCH_SHARED)
     here += shared_here
     there += shared_there
-    both = {*shared_here, *shared_there}
+    shared = {*shared_here, *shared_there}
     quantities = alignment.quantities
     leaves: dict[Node, set[Any]] = {}
-    for node in [*here, *there]:
+    for node in here + there:
         leaves[node] = {quantities.get(leaf, leaf) for leaf in _leaves(node, inside)}
     pairs = []
-    for flax in here:
-        for torch in there:
-            if flax.value.size != torch.value.size:
-                continue
-            if not _may_lack(flax, torch, both, leaves, quantities):
-                continue
-            if flax in both and depths[torch] > LACKED:
-                continue
-            # What makes a mask or a table is no value of the run.
-            if (flax in alignment.flax.varying) != (torch in alignment.torch.varying):
-                continue
-            every = leaves[flax] | leaves[torch]
-            common = len(leaves[flax] & leaves[torch]) / max(len(every), 1)
-            pairs.append((depths[flax] + depths[torch], -common, flax.order, flax, torch))
+    for flax, torch in product(here, there):
+        if flax.value.size != torch.value.size:
+            continue
+        if not _may_lack(flax, torch, shared, leaves, quantities):
+            continue
+        if flax in shared and depths[torch] > LACKED:
+            continue
+        # What makes a mask or a table is no value of the run.
+        if (flax in alignment.flax.varying) != (torch in alignment.torch.varying):
+            continue
+        depth = depths[flax] + depths[torch]
+        alike = common(leaves[flax], leaves[torch])
+        pairs.append((depth, -alike, flax.order, flax, torch))
     pairs.sort(key=lambda pair: pair[:3])
     for *_, flax, torch in pairs:
         yield flax, torch
@@ -68,14 +69,14 @@ def candidates(
 def _may_lack(
     flax: Node,
     torch: Node,
-    both: Collection[Node],
+    shared: Collection[Node],
     leaves: Mapping[Node, set[Any]],
     quantities: Mapping[Node, int],
 ) -> bool:
     """Whether one of two nodes is computed from the other, if that is a value that both have."""
-    if flax in both:
-        return torch not in both and quantities[flax] in leaves[torch]
-    return torch not in both or quantities[torch] in leaves[flax]
+    if flax in shared:
+        return torch not in shared and quantities[flax] in leaves[torch]
+    return torch not in shared or quantities[torch] in leaves[flax]
 
 
 def _shared_operands(
@@ -96,8 +97,8 @@ def _shared_operands(
 def _untransposed(node: Node) -> Node:
     """Return what a node has in another order of axes, none of them split or joined."""
     origin = moved_from(node)
-    sizes = [sorted(np.squeeze(x.value).shape) for x in (node, origin)]
-    return origin if node.operation in LAYOUT and sizes[0] == sizes[1] else node
+    sizes, others = (sorted(np.squeeze(x.value).shape) for x in (node, origin))
+    return origin if node.operation in LAYOUT and sizes == others else node
 
 
 def _is_alone(alignment: Alignment, node: Node) -> bool:
@@ -123,39 +124,40 @@ def _leaves(node: Node, inside: Collection[Node]) -> set[Node]:
     return found
 
 
-def is_shift(node: Node, users: Mapping[Node, Sequence[Node]]) -> bool:
+def is_shift(node: Node, users: Users) -> bool:
     """Whether a value is only subtracted in an `exp`, as a softmax does, which changes nothing."""
     for user in users[node]:
-        moved = user.operation in LAYOUT or user.operation == "max"
-        if moved and is_shift(user, users):
+        moves = user.operation in LAYOUT or user.operation == "max"
+        if moves and is_shift(user, users):
             continue
-        shifted = user.operation == "sub" and user.operands[1] is node
-        if not shifted or any(after.operation != "exp" for after in users[user]):
+        if user.operation != "sub" or user.operands[1] is not node:
+            return False
+        if any(after.operation != "exp" for after in users[user]):
             return False
     return bool(users[node])
 
 
-def _is_in_softmax(node: Node, users: Mapping[Node, Sequence[Node]]) -> bool:
+def _is_in_softmax(node: Node, users: Users) -> bool:
     """Whether a value is a step of a softmax before its end, or of several that divide by a sum."""
     after = list(beyond_layout(node, users))
     if node.operation == "exp":
-        summed = [user for user in after if user.operation == "sum"]
-        divided = [user for user in after if user.operation == "div" and user not in summed]
-        whole = len(summed) == 1 and len(summed) + len(divided) == len(after)
-        return whole and all(_is_in_softmax(one, users) for one in summed)
+        sums = [user for user in after if user.operation == "sum"]
+        others = [user for user in after if user.operation not in ("sum", "div")]
+        return len(sums) == 1 and not others and _is_in_softmax(sums[0], users)
     if node.operation == "sum":
         return bool(after) and all(_ends_sum(user) for user in after)
     if node.operation == "log":
         return summed_in(node) is not None and any(map(logsumexp_of, after))
-    shifts = node.operation == "sub" and is_shift(node.operands[1], users)
-    return shifts and all(_is_in_softmax(user, users) for user in after)
+    if node.operation != "sub" or not is_shift(node.operands[1], users):
+        return False
+    return all(_is_in_softmax(user, users) for user in after)
 
 
 def _ends_sum(user: Node) -> bool:
     return user.operation == "div" or summed_in(user) is not None
 
 
-def beyond_layout(node: Node, users: Mapping[Node, Sequence[Node]]) -> Iterator[Node]:
+def beyond_layout(node: Node, users: Users) -> Iterator[Node]:
     """Yield what computes with a node, in whatever layout."""
     for user in users[node]:
         if user.operation in LAYOUT:
@@ -164,22 +166,23 @@ def beyond_layout(node: Node, users: Mapping[Node, Sequence[Node]]) -> Iterator[
             yield user
 
 
-def _is_candidate(
-    node: Node, depths: dict[Node, int], users: Mapping[Node, Sequence[Node]]
-) -> bool:
-    shown = node.operation not in SKIPPED or not any(x in depths for x in node.operands)
-    if not (node.floating and shown and node.operands and depths[node] <= DEEPEST):
+def _is_candidate(node: Node, depths: Mapping[Node, int], users: Users) -> bool:
+    if not node.floating or not node.operands or depths[node] > DEEPEST:
         return False
-    return not (is_shift(node, users) or _is_in_softmax(node, users))
+    # What moves a value that differs is right once that value is.
+    if node.operation in SKIPPED and any(operand in depths for operand in node.operands):
+        return False
+    return not is_shift(node, users) and not _is_in_softmax(node, users)
 
 
 def _depths(nodes: Sequence[Node], program: Program) -> dict[Node, int]:
     """Return how many operations lie between values that agree and each node."""
     found: dict[Node, int] = {}
     for node in nodes:
-        inner = [found[operand] for operand in node.operands if operand in found]
+        before = [found[operand] for operand in node.operands if operand in found]
+        found[node] = max(before, default=0)
         # What makes a mask or a table is one step, however long it is.
-        moves = node.operation in LAYOUT or node not in program.varying
-        own = 0 if moves or _is_in_softmax(node, program.users) else 1
-        found[node] = max(inner, default=0) + own
+        computes = node.operation not in LAYOUT and node in program.varying
+        if computes and not _is_in_softmax(node, program.users):
+            found[node] += 1
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,7 +21,7 @@ from flax_attn.parity.trace.explain import parted
 from flax_attn.parity.trace.hypothesis import Hypothesis
 from flax_attn.parity.trace.numbers import SAME
 from flax_attn.parity.trace.patterns import LAYOUT
-from flax_attn.parity.trace.program import Node, Place
+from flax_attn.parity.trace.program import Place
 from flax_attn.parity.trace.search import Search, search
 from flax_attn.parity.trace.stops import stopped_gradients
 
@@ -28,6 +29,8 @@ from flax_attn.parity.trace.stops import stopped_gradients
 WRITTEN = 5
 # So many hypotheses have a cause that none of them names.
 MANY = 5
+# Attention weights of JAX and of PyTorch, by submodule.
+Attention = dict[str, tuple[np.ndarray, np.ndarray]]
 
 
 @dataclass(frozen=True)
@@ -92,7 +95,7 @@ class Difference:
     steps: tuple[Step, ...] = ()
     backward: bool = False
     unproven: bool = False
-    attention: dict[str, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict, repr=False)
+    attention: Attention = field(default_factory=dict, repr=False)
     miscompiled: compiler.Miscompiled | None = None
 
     @property
@@ -189,18 +192,18 @@ def difference(pair: Pair) -> Difference:
 
 
 def _difference(found: Search, backward: bool = False) -> Difference:
+    wrong = tuple(found.wrong)
     steps = tuple(_steps(found.alignment))
-    if not found.hypotheses and found.wrong:
-        parting = tuple(parted(found.alignment, found.wrong))
-        parting = tuple(replace(one, doubtful=one.parameter == "layout") for one in parting)
-        return Difference(parting, tuple(found.wrong), steps, backward=backward, unproven=True)
-    doubtful = bool(found.wrong) or len(found.hypotheses) >= MANY
-    hypotheses = tuple(
-        replace(one, backward=backward, doubtful=doubtful)
-        for one in _told(found.hypotheses, bool(found.wrong))
-    )
+    if wrong and not found.hypotheses:
+        parting = parted(found.alignment, wrong)
+        vague = [replace(one, doubtful=one.parameter == "layout") for one in parting]
+        return Difference(tuple(vague), wrong, steps, backward, unproven=True)
+    doubtful = bool(wrong) or len(found.hypotheses) >= MANY
+    hypotheses = []
+    for one in _told(found.hypotheses, bool(wrong)):
+        hypotheses.append(replace(one, backward=backward, doubtful=doubtful))
     attention = {} if backward else _attention(found.alignment)
-    return Difference(hypotheses, tuple(found.wrong), steps, backward=backward, attention=attention)
+    return Difference(tuple(hypotheses), wrong, steps, backward, attention=attention)
 
 
 def _told(hypotheses: Sequence[Hypothesis], doubtful: bool) -> Sequence[Hypothesis]:
@@ -217,16 +220,18 @@ def _backward(pair: Pair, traced: Any, forward: Search) -> Difference:
     """Return where the gradients differ, if they do: the outputs agree."""
     same = _difference(forward)
     expected = pair.shared(pair.reference.gradients)
-    errors = tolerance.gradient_errors(pair.shared(pair.flax64.gradients), expected)
-    if not any(error > tolerance.GRADIENT for error in errors.values()):
+    actual = pair.shared(pair.flax64.gradients)
+    errors = tolerance.gradient_errors(actual, expected).values()
+    if not any(error > tolerance.GRADIENT for error in errors):
         return same
-    stopped = stopped_gradients(pair, traced, forward.alignment)
+    stopped = tuple(stopped_gradients(pair, traced, forward.alignment))
     if stopped:
-        return Difference(tuple(stopped), steps=same.steps, backward=True, attention=same.attention)
+        return Difference(stopped, steps=same.steps, backward=True, attention=same.attention)
     flax, torch, values = runs.backward(pair)
     found = _difference(search(flax, torch, values), backward=True)
     if found.hypotheses or found.remaining:
         return found
+    # What differs only once it is compiled is no operation of either program.
     return replace(found, miscompiled=compiler.miscompiled(pair))
 
 
@@ -236,32 +241,28 @@ def _steps(alignment: Alignment) -> Iterator[Step]:
         if not shared or node.operation in LAYOUT or not node.operands:
             continue
         yield Step(
-            _name(node),
+            f"{node.module}/{node.operation}" if node.module else node.operation,
             node.place,
-            _error(node.value, alignment.value(node)),
+            tolerance.relative({"": node.value}, {"": alignment.value(node)})[""],
             tuple(node.value.shape),
             str(node.value.dtype),
         )
 
 
-def _name(node: Node) -> str:
-    return f"{node.module}/{node.operation}" if node.module else node.operation
-
-
-def _error(flax: np.ndarray, right: np.ndarray) -> float:
-    return tolerance.relative({"": flax}, {"": right})[""]
-
-
-def _attention(alignment: Alignment) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+def _attention(alignment: Alignment) -> Attention:
     """Return the results of every softmax over keys, `(b, n, t, s)`."""
     build = Builder({}, alignment.flax.varying)
-    found: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+    found: Attention = {}
+    counts: Counter[str] = Counter()
     for node in alignment.flax.nodes:
-        four = node.operation == "div" and node.value.ndim == 4
-        if not four or build(node).operation != "softmax":
+        # The last operation of a softmax is its division.
+        if node.operation != "div" or node.value.ndim != 4:
+            continue
+        if build(node).operation != "softmax":
             continue
         label = node.module or "attention"
-        count = sum(key.partition("#")[0] == label for key in found)
-        key = f"{label}#{count + 1}" if count else label
+        counts[label] += 1
+        # A submodule that is called again has weights of each call.
+        key = label if counts[label] == 1 else f"{label}#{counts[label]}"
         found[key] = np.asarray(node.value), np.asarray(alignment.value(node))
     return found

@@ -74,8 +74,9 @@ class Trace:
         counts: Counter[tuple[str, Place]] = Counter()
         for path, operation, place in _walk(self.closed.jaxpr, (), Scope(), False):
             here = operation.primitive, place
-            found[OperationName(*here, counts[here])] = path, operation
+            key = OperationName(operation.primitive, place, counts[here])
             counts[here] += 1
+            found[key] = path, operation
         return found
 
     def edits(self) -> Iterator[Edit]:
@@ -138,23 +139,24 @@ def _walk(
         inside = called or CALLED in str(equation.source_info.name_stack)
         scope = scope_of(equation, outer)
         place = scope.place
-        own = place and not in_library(place.file)
-        if place and inside and own and len(equation.outvars) == 1:
+        is_own = place and not in_library(place.file)
+        if place and inside and is_own and len(equation.outvars) == 1:
             yield (*path, (i, 0)), Operation(equation, makers), place
-        for j, inner in enumerate(_inner(equation)):
-            yield from _walk(opened(inner)[0], (*path, (i, j)), scope, inside)
+        for j, program in enumerate(_inner(equation)):
+            body, _ = opened(program)
+            yield from _walk(body, (*path, (i, j)), scope, inside)
 
 
 def _edited(program: Any, path: Path, compute: Compute, *arguments: Any) -> list[Any]:
     """Return the results of a jaxpr whose operation at a path is edited."""
-    index, inner = path[0]
+    (index, inner), *deeper = path
 
     def apply(i: int, equation: Any, given: list[Any]) -> Sequence[Any]:
         if i != index:
             # What is not edited runs as a whole, with its own gradient.
             return bind(equation, given)
-        if path[1:]:
-            return _edited_within(equation, inner, path[1:], compute, given)
+        if deeper:
+            return _edited_within(equation, inner, tuple(deeper), compute, given)
         return [compute(given)]
 
     return interpreted(program, arguments, apply)
@@ -166,11 +168,13 @@ def _edited_within(
     name = equation.primitive.name
     programs = list(_inner(equation))
     run = partial(_edited, programs[inner], path, compute)
+    # What only groups operations runs without the group.
     if name in CALLS:
         return run(*given)
     jaxpr, _ = opened(programs[inner])
-    avals = [jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype) for atom in jaxpr.invars]
-    programs[inner] = jax.make_jaxpr(run)(*avals)
+    shapes = [jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype) for atom in jaxpr.invars]
+    programs[inner] = jax.make_jaxpr(run)(*shapes)
     parameter = BODIES[name]
-    whole = isinstance(equation.params[parameter], tuple)
-    return bind(equation, given, **{parameter: tuple(programs) if whole else programs[0]})
+    if isinstance(equation.params[parameter], tuple):
+        return bind(equation, given, **{parameter: tuple(programs)})
+    return bind(equation, given, **{parameter: programs[0]})

@@ -19,8 +19,15 @@ Variant = tuple[str, Compute]
 
 BINARY = {"add": "term", "sub": "term", "mul": "factor", "div": "factor"}
 ORDERED = ("sub", "div", "pow", "atan2", "lt", "le", "gt", "ge")
-NEXT = {"lt": "le", "le": "lt", "gt": "ge", "ge": "gt"}
-OTHERS: dict[str, tuple[str, Callable[..., Any]]] = {
+# Other operations by the one that they replace: the name in plain notation, and the function.
+Replacements = dict[str, tuple[str, Callable[..., Any]]]
+NEXT: Replacements = {
+    "lt": ("le", jnp.less_equal),
+    "le": ("lt", jnp.less),
+    "gt": ("ge", jnp.greater_equal),
+    "ge": ("gt", jnp.greater),
+}
+OTHERS: Replacements = {
     "sin": ("cos", jnp.cos),
     "cos": ("sin", jnp.sin),
     "erf": ("tanh", jnp.tanh),
@@ -30,11 +37,12 @@ OTHERS: dict[str, tuple[str, Callable[..., Any]]] = {
     "max": ("min", jnp.minimum),
     "min": ("max", jnp.maximum),
 }
-REDUCTIONS: dict[str, tuple[str, Callable[..., Any]]] = {
+REDUCTIONS: Replacements = {
     "reduce_max": ("amin", jnp.min),
     "reduce_min": ("amax", jnp.max),
     "reduce_sum": ("amax", jnp.max),
 }
+
 FACTORS = (0.5, 1.01, 2.0)
 # The largest constant that is taken for an epsilon.
 EPSILON = 1e-3
@@ -42,10 +50,12 @@ EPSILON = 1e-3
 
 def drop(op: Operation) -> Iterator[Variant]:
     """Leave out an operation of one operand."""
+
     skipped = op.primitive in ("stop_gradient", "convert_element_type", "reshape")
     if op.kind != "f" or len(op.given) != 1 or skipped:
         return
-    if (op.given[0].shape, op.given[0].dtype) == (op.shape, op.equation.outvars[0].aval.dtype):
+    given, result = op.given[0], op.equation.outvars[0].aval
+    if (given.shape, given.dtype) == (result.shape, result.dtype):
         yield f"{op.name} is left out", only(op, 0)
 
 
@@ -53,21 +63,26 @@ def missing(op: Operation) -> Iterator[Variant]:
     """Leave out a term of a sum or a factor of a product."""
     if op.primitive not in BINARY or op.kind != "f":
         return
-    for i, atom in enumerate(op.equation.invars):
-        if not isinstance(atom, Literal):
-            left = ("second", "first")[i]
-            yield f"{op.name}: the {left} {BINARY[op.primitive]} is left out", only(op, i)
+    word = BINARY[op.primitive]
+    for i, left_out in enumerate(("second", "first")):
+        # A number that is left over is no value of the program.
+        if not isinstance(op.equation.invars[i], Literal):
+            yield f"{op.name}: the {left_out} {word} is left out", only(op, i)
 
 
 def swap(op: Operation) -> Iterator[Variant]:
     """Exchange operands."""
+    backwards = range(len(op.given))[::-1]
     if op.primitive in ORDERED:
-        yield f"{op.name}: its operands are exchanged", lambda given: op.run(given[::-1])
+        yield f"{op.name}: its operands are exchanged", partial(_permuted, op, backwards)
     if op.primitive == "select_n" and len(op.given) == 3:
-        run = lambda given: op.run([given[0], given[2], given[1]])  # noqa: E731
-        yield "where: its cases are exchanged", run
+        yield "where: its cases are exchanged", partial(_permuted, op, (0, 2, 1))
     if op.primitive == "concatenate" and len(op.given) > 1:
-        yield "concat: its operands are in reverse order", lambda given: op.run(given[::-1])
+        yield "concat: its operands are in reverse order", partial(_permuted, op, backwards)
+
+
+def _permuted(op: Operation, order: Sequence[int], operands: Operands) -> Any:
+    return op.run([operands[i] for i in order])
 
 
 def transpose(op: Operation) -> Iterator[Variant]:
@@ -83,33 +98,33 @@ def permute(op: Operation) -> Iterator[Variant]:
     if op.primitive != "reshape" or op.equation.params.get("dimensions") is not None:
         return
     before, after = op.given[0].shape, op.shape
-    split = len(after) > len(before)
-    few, many = (before, after) if split else (after, before)
+    splits = len(after) > len(before)
+    few, many = (before, after) if splits else (after, before)
     count = len(many) - len(few) + 1
     start = next((i for i, size in enumerate(few) if size != many[i]), len(few))
-    group = many[start : start + count]
-    alike = few[start + 1 :] == many[start + count :]
+    stop = start + count
+    group = many[start:stop]
+    alike = few[start + 1 :] == many[stop:]
     if count < 2 or start == len(few) or not alike or min(group) < 2:
         return
+    # The first order is the one that the operation has.
     for order in list(permutations(range(count)))[1:]:
-        if split:
-            sizes = (*few[:start], *(group[i] for i in order), *many[start + count :])
+        if splits:
+            permuted = [group[i] for i in order]
+            sizes = (*few[:start], *permuted, *many[stop:])
             axes = _within(np.argsort(order).tolist(), start, len(many))
-            yield (
-                f"reshape: axis {start} is split in the order {order}",
-                partial(_split, sizes=sizes, axes=axes),
-            )
+            change = partial(_split, sizes=sizes, axes=axes)
+            yield f"reshape: axis {start} is split in the order {order}", change
         else:
             axes = _within(order, start, len(many))
-            yield (
-                f"reshape: axes from {start} are merged in the order {order}",
-                partial(_merged, axes=axes, shape=after),
-            )
+            change = partial(_merged, axes=axes, shape=after)
+            yield f"reshape: axes from {start} are merged in the order {order}", change
 
 
 def _within(order: Sequence[int], start: int, count: int) -> list[int]:
-    middle = [start + int(i) for i in order]
-    return [*range(start), *middle, *range(start + len(middle), count)]
+    """Return an order of some neighbouring axes as one of all axes."""
+    stop = start + len(order)
+    return [*range(start), *(start + i for i in order), *range(stop, count)]
 
 
 def _split(operands: Operands, sizes: Sequence[int], axes: Sequence[int]) -> Any:
@@ -135,8 +150,8 @@ def _times(x: Any, factor: float) -> Any:
 def constant(op: Operation) -> Iterator[Variant]:
     """Take another epsilon, or another exponent."""
     if op.primitive == "integer_pow":
-        y = op.equation.params["y"]
-        yield f"pow: the exponent is {y + 1}", lambda given: op.run(given, y=y + 1)
+        exponent = op.equation.params["y"] + 1
+        yield f"pow: the exponent is {exponent}", partial(op.run, y=exponent)
     if op.primitive not in ("add", "sub", "max") or op.kind != "f":
         return
     for i, value in op.constants():
@@ -169,28 +184,34 @@ def reverse(op: Operation) -> Iterator[Variant]:
         yield f"{op.name}: the result is reversed along axis {axis}", after(change, op)
     backwards = op.equation.params.get("reverse")
     if isinstance(backwards, bool) and op.primitive.startswith("cum"):
-        run = lambda given: op.run(given, reverse=not backwards)  # noqa: E731
-        yield f"{op.name}: runs in the other direction", run
+        yield f"{op.name}: runs in the other direction", partial(op.run, reverse=not backwards)
 
 
 def axis(op: Operation) -> Iterator[Variant]:
     """Reduce, accumulate or normalise along another axis."""
-    params = op.equation.params
     if op.primitive.startswith("cum"):
-        for other in set(op.axes) - {params["axis"]}:
+        own = op.equation.params["axis"]
+        for other in set(op.axes) - {own}:
             yield f"{op.name}: along axis {other}", partial(op.run, axis=other)
-    if op.primitive.startswith(("reduce_", "arg")) and "axes" in params and len(op.given) == 1:
-        sizes = op.given[0].shape
-        for own in params["axes"]:
-            for other, size in enumerate(sizes):
-                if size == sizes[own] and other not in params["axes"]:
-                    changed = sorted({*params["axes"], other} - {own})
-                    run = partial(op.run, axes=tuple(changed))
-                    yield f"{op.name}: along axis {other} in place of {own}", run
+    if op.primitive.startswith(("reduce_", "arg")) and len(op.given) == 1:
+        yield from _reduced_axes(op)
     summed = _normalised(op)
-    for other in set(op.axes) - summed if summed else ():
-        run = partial(_normalise, axis=other)
-        yield f"normalised along axis {other} in place of {min(summed)}", run
+    if summed:
+        for other in set(op.axes) - summed:
+            run = partial(_normalise, axis=other)
+            yield f"normalised along axis {other} in place of {min(summed)}", run
+
+
+def _reduced_axes(op: Operation) -> Iterator[Variant]:
+    """Reduce along another axis of the same size."""
+    sizes, axes = op.given[0].shape, op.equation.params.get("axes", ())
+    for own in axes:
+        alike = [axis for axis, size in enumerate(sizes) if size == sizes[own]]
+        for other in alike:
+            if other not in axes:
+                changed = sorted({*axes, other} - {own})
+                run = partial(op.run, axes=tuple(changed))
+                yield f"{op.name}: along axis {other} in place of {own}", run
 
 
 def _normalised(op: Operation) -> set[int]:
@@ -199,11 +220,12 @@ def _normalised(op: Operation) -> set[int]:
         return set()
     dividend, divisor = op.equation.invars
     maker = None if isinstance(divisor, Literal) else op.makers.get(divisor)
+    # The sum is laid out like the dividend before it divides.
     while maker is not None and maker.primitive.name in ("broadcast_in_dim", "reshape"):
         maker = op.makers.get(maker.invars[0])
-    if maker is None or maker.primitive.name != "reduce_sum" or maker.invars[0] is not dividend:
+    if maker is None or maker.primitive.name != "reduce_sum":
         return set()
-    return set(maker.params["axes"])
+    return set(maker.params["axes"]) if maker.invars[0] is dividend else set()
 
 
 def _normalise(operands: Operands, axis: int) -> Any:
@@ -212,47 +234,60 @@ def _normalise(operands: Operands, axis: int) -> Any:
 
 def off_by_one(op: Operation) -> Iterator[Variant]:
     """Shift a bound, an index, a position or a padding by one."""
-    params = op.equation.params
     if op.primitive in NEXT:
-        symbol = {"lt": jnp.less, "le": jnp.less_equal, "gt": jnp.greater, "ge": jnp.greater_equal}
-        other = NEXT[op.primitive]
-        yield f"{op.name}: is {other}", lambda given: symbol[other](*given)
+        name, compare = NEXT[op.primitive]
+        yield f"{op.name}: is {name}", lambda given: compare(*given)
     if op.primitive == "iota" and op.kind in "if":
-        yield "iota: counts from 1", after(lambda x: x + jnp.ones((), x.dtype), op)
+        yield "iota: counts from 1", after(_one_more, op)
     if op.primitive in ("gather", "dynamic_slice"):
         for i, aval in enumerate(op.given[1:], 1):
             if jnp.issubdtype(aval.dtype, jnp.integer):
-                yield f"{op.name}: index {i} is one more", on_changed(op, i, lambda x: x + 1)
+                yield f"{op.name}: index {i} is one more", on_changed(op, i, _one_more)
     if op.primitive == "slice":
         yield from _bounds(op)
     if op.primitive == "conv_general_dilated":
-        for i, (low, high) in enumerate(params["padding"]):
-            if high > 0:
-                padding = list(params["padding"])
-                padding[i] = (low + 1, high - 1)
-                run = partial(op.run, padding=tuple(padding))
-                yield f"conv: padding {i} is {padding[i]} in place of {(low, high)}", run
+        yield from _paddings(op)
+
+
+def _one_more(x: Any) -> Any:
+    return x + 1
 
 
 def _bounds(op: Operation) -> Iterator[Variant]:
     starts, stops = op.equation.params["start_indices"], op.equation.params["limit_indices"]
     for axis, size in enumerate(op.given[0].shape):
         for step in (-1, 1):
-            if starts[axis] + step < 0 or stops[axis] + step > size:
-                continue
-            start, stop = list(starts), list(stops)
-            start[axis] += step
-            stop[axis] += step
-            run = partial(op.run, start_indices=tuple(start), limit_indices=tuple(stop))
-            yield f"slice: starts at {start[axis]} of axis {axis}, not {starts[axis]}", run
+            start, stop = starts[axis] + step, stops[axis] + step
+            if start >= 0 and stop <= size:
+                changed = {
+                    "start_indices": _replaced(starts, axis, start),
+                    "limit_indices": _replaced(stops, axis, stop),
+                }
+                run = partial(op.run, **changed)
+                yield f"slice: starts at {start} of axis {axis}, not {starts[axis]}", run
+
+
+def _paddings(op: Operation) -> Iterator[Variant]:
+    paddings = op.equation.params["padding"]
+    for i, (low, high) in enumerate(paddings):
+        if high > 0:
+            shifted = (low + 1, high - 1)
+            run = partial(op.run, padding=_replaced(paddings, i, shifted))
+            yield f"conv: padding {i} is {shifted} in place of {(low, high)}", run
+
+
+def _replaced(values: Sequence[Any], i: int, value: Any) -> tuple[Any, ...]:
+    return (*values[:i], value, *values[i + 1 :])
 
 
 def other(op: Operation) -> Iterator[Variant]:
     """Compute another function: the smallest for the largest, a sine for a cosine."""
-    if op.primitive in OTHERS and op.kind == "f":
+    if op.kind != "f":
+        return
+    if op.primitive in OTHERS:
         name, function = OTHERS[op.primitive]
         yield f"{name} in place of {op.name}", lambda given: function(*given)
-    if op.primitive in REDUCTIONS and op.kind == "f":
+    if op.primitive in REDUCTIONS:
         name, reduction = REDUCTIONS[op.primitive]
         axes = tuple(op.equation.params["axes"])
         yield f"{name} in place of {op.name}", lambda given: reduction(given[0], axis=axes)

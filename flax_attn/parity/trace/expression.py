@@ -8,7 +8,7 @@ terms with factors, products are sets of bases with exponents, so that `x * rsqr
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -191,6 +191,12 @@ def parts(expression: Expression) -> Iterator[Expression]:
 def leaves_of(expression: Expression) -> list[Expression]:
     """Return the values that both runs have in an expression."""
     return [one for one in parts(expression) if one.operation == "leaf"]
+
+
+def common(here: Iterable[Any], there: Iterable[Any]) -> float:
+    """Return the share of two collections together that is in both."""
+    ours, theirs = set(here), set(there)
+    return len(ours & theirs) / max(len(ours | theirs), 1)
 
 
 def order(expression: Expression) -> tuple[str, str]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
 
 from flax_attn.parity.trace.choices import hidden_by_a_term, same_cases
 from flax_attn.parity.trace.expression import (
     Expression,
+    common,
     leaves_of,
     negated,
     number,
@@ -303,14 +303,9 @@ def _paired(
 def _alike(one: Expression, other: Expression) -> float:
     """Return how much two expressions have in common: shared values, then the operations."""
     same = one.operation == other.operation
-    values = _share(leaves_of(one), leaves_of(other))
-    operations = _share(_operations_of(one), _operations_of(other))
+    values = common(leaves_of(one), leaves_of(other))
+    operations = common(_operations_of(one), _operations_of(other))
     return values + 0.1 * same + 0.1 * operations
-
-
-def _share(here: Iterable[Any], there: Iterable[Any]) -> float:
-    ours, theirs = set(here), set(there)
-    return len(ours & theirs) / max(len(ours | theirs), 1)
 
 
 def _operations_of(expression: Expression) -> list[str]:
