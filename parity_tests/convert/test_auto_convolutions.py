@@ -176,3 +176,64 @@ def test_mixer(rig):
     convert.load_state_dict(ours, theirs.state_dict(), pairing)
     x = rig.normal(2, 5, D)
     rig.assert_equal(rig.run(ours, x), theirs(torch.from_numpy(x)))
+
+
+class PointwiseTorch(nn.Module):
+    """Linear layers over channels, written as convolutions over single places."""
+
+    def __init__(self, rank):
+        super().__init__()
+        convolution = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[rank - 1]
+        self.wide = convolution(D, D, 3, padding=1)
+        self.up = convolution(D, 9, 1)
+        self.down = convolution(9, D, 1, bias=False)
+        self.head = nn.Linear(D, CLASSES)
+
+    def forward(self, x):
+        y = self.down(torch.tanh(self.up(self.wide(x))))
+        return self.head((x + y).flatten(2).mean(-1))
+
+
+class Pointwise(nnx.Module):
+    def __init__(self, rank):
+        self.wide = nnx.Conv(D, D, (3,) * rank, padding=1, rngs=R, **F64)
+        self.up = nnx.Linear(D, 9, rngs=R, **F64)
+        self.down = nnx.Linear(9, D, use_bias=False, rngs=R, **F64)
+        self.head = nnx.Linear(D, CLASSES, rngs=R, **F64)
+
+    def __call__(self, x):
+        x = jnp.moveaxis(x, 1, -1)
+        y = self.down(jnp.tanh(self.up(self.wide(x))))
+        mean = jnp.mean(x + y, axis=range(1, x.ndim - 1))
+        return self.head(mean)
+
+
+@pytest.mark.parametrize("rank", [1, 2, 3])
+def test_a_convolution_over_single_places_is_paired_with_a_linear_layer(rig, rank):
+    ours, theirs = Pointwise(rank), rig.theirs(PointwiseTorch(rank))
+    pairing = convert.auto(ours, theirs)
+    convert.load_state_dict(ours, theirs.state_dict(), pairing)
+    x = rig.normal(2, D, *(4, 5, 3)[:rank])
+    rig.assert_equal(rig.run(ours, x), theirs(torch.from_numpy(x)))
+    # And back, with the axes of size 1 that PyTorch has.
+    weights = convert.state_dict(ours, pairing)
+    assert weights["up.weight"].shape == (9, D, *[1] * rank)
+    assert np.array_equal(weights["up.weight"], theirs.up.weight.detach().numpy())
+
+
+def test_convolutions_over_single_places_are_told_from_linear_layers_where_both_sides_have_them():
+    class Both(nnx.Module):
+        def __init__(self):
+            self.first = nnx.Conv(D, D, (1,), rngs=R)
+            self.second = nnx.Linear(D, D, rngs=R)
+
+    class TorchBoth(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Linear(D, D)
+            self.b = nn.Conv1d(D, D, 1)
+
+    rows = convert.auto(Both(), TorchBoth()).rows
+    pairs = {row.theirs: row.ours for row in rows}
+    assert pairs["a.weight"] == ("second.kernel",)
+    assert pairs["b.weight"] == ("first.kernel",)

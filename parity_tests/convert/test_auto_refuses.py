@@ -172,6 +172,40 @@ def test_numbers_against_the_order_are_ambiguous_though_one_is_in_another_module
     assert "ambiguous" in found[1]
 
 
+def test_a_sequence_of_layers_is_paired_with_layers_that_are_numbered():
+    def linear():
+        return nnx.Linear(D, D, rngs=R)
+
+    ours = Flax(
+        delta2=linear(),
+        delta1=linear(),
+        gamma1=linear(),
+        gamma2=linear(),
+        w_q=linear(),
+        w_k=linear(),
+    )
+
+    def pair():
+        return nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, D))
+
+    theirs = Torch(w_ks=nn.Linear(D, D), w_qs=nn.Linear(D, D), fc_gamma=pair(), fc_delta=pair())
+    assert partners(ours, theirs) == {
+        "w_ks": ("w_k.kernel",),
+        "w_qs": ("w_q.kernel",),
+        "fc_gamma.0": ("gamma1.kernel",),
+        "fc_gamma.2": ("gamma2.kernel",),
+        "fc_delta.0": ("delta1.kernel",),
+        "fc_delta.2": ("delta2.kernel",),
+    }
+
+
+def test_numbers_do_not_tell_query_and_key_apart():
+    ours = Flax(query1=nnx.Linear(D, D, rngs=R), query2=nnx.Linear(D, D, rngs=R))
+    theirs = Torch(key=nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, D)))
+    with pytest.raises(convert.ConversionError):
+        convert.auto(ours, theirs)
+
+
 def test_rules_settle_a_part():
     ours, theirs = flax_linears("query", "other", "same"), torch_linears("a", "b", "same")
     rules = [

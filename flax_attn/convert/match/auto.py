@@ -22,6 +22,7 @@ from flax_attn.convert.match.tree import (
     Tensor,
     TensorPart,
     layers_of,
+    pointwise_as_linear,
     tensors_of,
 )
 from flax_attn.convert.planning import apply_rules, no_axes
@@ -31,12 +32,13 @@ from flax_attn.convert.rules import ConversionError, Entry, Rule
 def auto(flax_module: Any, torch_module: Any, *, rules: Sequence[Rule] = ()) -> Pairing:
     """Pair the parameters of a JAX and a PyTorch model: return a layout that needs no rules.
 
-    Layers are paired by kind and by the shapes of what they hold; where several fit, by name
-    (`W_query`, `q_proj` and `query` mean the same), by number (`norm1` and `ln_1`), or by order
-    where both modules hold the same kinds of layers in the same order. Query, key and value are
-    never told apart by order. What PyTorch packs (`in_proj_weight`, weights of recurrent layers)
-    is paired with a parameter of your own module that has its name and shape. Print the result to
-    see the pairs.
+    Layers are paired by kind and by the shapes of what they hold. A convolution over single places
+    may be a linear layer on the other side. Where several fit, they are paired by name (`W_query`,
+    `q_proj` and `query` mean the same), by number (`norm1` and `ln_1`), or by order where both
+    modules hold the same kinds of layers in the same order. Query, key and value are never told
+    apart by order. What PyTorch packs (`in_proj_weight`, weights of recurrent layers) is paired
+    with a parameter of your own module that has its name and shape. Print the result to see the
+    pairs.
 
     Args:
         flax_module: an NNX module, a bound Linen module or an Equinox module.
@@ -140,9 +142,11 @@ def _match(
     fused = torch_tree(torch_module, theirs, split=False)
     for right in (split, fused):
         found = match(left, right)
+        if not found.complete:
+            found = match(pointwise_as_linear(left), pointwise_as_linear(right))
         if found.complete:
             return found
-    found = match(left, split, main_part)
+    found = match(pointwise_as_linear(left), pointwise_as_linear(split), main_part)
     names = [type(module).__name__ for module in (flax_module, torch_module)]
     heading = f"the parameters of {names[0]} and {names[1]} do not pair:"
     raise ConversionError(message(heading, problems_of(found), found))

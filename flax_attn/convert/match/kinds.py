@@ -185,12 +185,14 @@ def own_layers(branch: Branch, path: tuple[str, ...], heads: bool = False) -> li
 def _parts(tensors: Mapping[str, Tensor], kind: Kind) -> dict[str, TensorPart] | None:
     """Return the tensors in the roles of a layer, or None if one has other axes."""
     parts = {}
-    for name, (role, axes) in kind.roles.items():
-        if name in tensors:
-            part = _part(tensors[name], axes, kind)
-            if part is None:
-                return None
-            parts[role] = part
+    for name in kind.roles:
+        if name not in tensors:
+            continue
+        role, axes = kind.roles[name]
+        part = _part(tensors[name], axes, kind)
+        if part is None:
+            return None
+        parts[role] = part
     return parts
 
 

@@ -16,6 +16,7 @@ Evidence = Literal["shape", "name", "number", "order"]
 Keys = Sequence[Hashable]
 Settled = tuple[Item, Item, Evidence]
 Signature = Callable[[Layer], Hashable]
+Way = Callable[[list[Item], list[Item]], list[Settled] | None]
 
 
 def exact(layer: Layer) -> Hashable:
@@ -70,13 +71,7 @@ def _match(ours: Group, theirs: Group, signature: Signature, found: Matching) ->
         # Of more on one side, names alone tell which are left over.
         if len(left) != len(right):
             left, right = level.by_full_name(left, right, found)
-        if not left:
-            continue
-        settled = level.settle(left, right)
-        if settled is None:
-            found.ambiguous.append((left, right))
-            continue
-        for pair in settled:
+        for pair in level.settle(left, right, found):
             level.accept(*pair, found)
 
 
@@ -175,15 +170,27 @@ class _Level:
         found.theirs += self.theirs.layers_without(names, right)
         return self.ours.named(names, left), self.theirs.named(names, right)
 
-    def settle(self, left: list[Item], right: list[Item]) -> list[Settled] | None:
-        """Return which of some like items belong together, or None if that cannot be told."""
+    def settle(self, left: list[Item], right: list[Item], found: Matching) -> list[Settled]:
+        """Return which of some like items belong together; where that cannot be told, note it."""
+        if not left:
+            return []
         if len(left) == len(right) == 1:
             return [self._alone(left[0], right[0])]
-        by_name = self._by_name(left, right)
-        # Query, key and value are never told apart by number or order.
-        if by_name or self._hold_inputs(left, right):
-            return by_name
-        return self._by_number(left, right) or self._by_order(left, right)
+        for way in self._ways(left, right):
+            settled = way(left, right)
+            if settled is not None:
+                return settled
+        found.ambiguous.append((left, right))
+        return []
+
+    def _ways(self, left: list[Item], right: list[Item]) -> list[Way]:
+        """Return the ways to tell some like items apart, the surest first."""
+        # Query, key and value are never told apart by a number or by order only.
+        if not self._hold_inputs(left, right):
+            return [self._by_name, self._by_number, self._by_order]
+        return (
+            [self._by_name, self._by_number] if self._have_words(left, right) else [self._by_name]
+        )
 
     def _alone(self, one: Item, other: Item) -> Settled:
         key = self.ours.key(one)
@@ -200,9 +207,10 @@ class _Level:
         return None
 
     def _by_number(self, left: list[Item], right: list[Item]) -> list[Settled] | None:
+        """Return the pairs of those that have the same words, in the order of their numbers."""
         keys = self._keys(left, right)
-        ours, theirs = map(_ranks, keys)
-        if ours is None or theirs is None or any(key.words for key in chain(*keys)):
+        ours, theirs = map(_numbered, keys)
+        if ours is None or theirs is None or set(ours) != set(theirs):
             return None
         return _joined(left, ours, right, theirs, "number")
 
@@ -216,6 +224,10 @@ class _Level:
 
     def _keys(self, left: list[Item], right: list[Item]) -> tuple[list[Key], list[Key]]:
         return distinguishing(self.ours.paths(left)), distinguishing(self.theirs.paths(right))
+
+    def _have_words(self, left: list[Item], right: list[Item]) -> bool:
+        """Whether each has words that not all of them have."""
+        return all(key.words for key in chain(*self._keys(left, right)))
 
     def _hold_inputs(self, left: list[Item], right: list[Item]) -> bool:
         """Whether an item is the query, key or value of attention."""
@@ -269,6 +281,21 @@ def _joined(
 
 def _is_parameter(item: Item) -> bool:
     return isinstance(item, Layer) and "value" in item.parts
+
+
+def _numbered(keys: list[Key]) -> list[tuple[tuple[str, ...], int]] | None:
+    """Return the words of each, and its place by number among those with the same words.
+
+    None where some with the same words are not numbered alike.
+    """
+    places = []
+    for key in keys:
+        alike = [other for other in keys if other.words == key.words]
+        ranks = _ranks(alike)
+        if ranks is None:
+            return None
+        places.append((key.words, ranks[alike.index(key)]))
+    return places
 
 
 def _ranks(keys: list[Key]) -> list[int] | None:

@@ -7,9 +7,9 @@ import re
 from typing import NamedTuple
 
 SYNONYMS = {
-    **dict.fromkeys(("q", "wq", "queries"), "query"),
-    **dict.fromkeys(("k", "wk", "keys"), "key"),
-    **dict.fromkeys(("v", "wv", "values"), "value"),
+    **dict.fromkeys(("q", "qs", "wq", "queries"), "query"),
+    **dict.fromkeys(("k", "ks", "wk", "keys"), "key"),
+    **dict.fromkeys(("v", "vs", "wv", "values"), "value"),
     **dict.fromkeys(("o", "wo", "output"), "out"),
     **dict.fromkeys(("att", "attn", "attentions"), "attention"),
     **dict.fromkeys(("ff", "ffn", "feedforward"), "mlp"),

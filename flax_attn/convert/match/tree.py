@@ -124,6 +124,31 @@ def layers_of(item: Layer | Group) -> Iterator[Layer]:
         yield from layers_of(child)
 
 
+def pointwise_as_linear(root: Group) -> Group:
+    """Return the tree with each convolution whose kernel covers one place as a linear layer."""
+    return replace(root, children=tuple(map(_as_linear, root.children)))
+
+
+def _as_linear(item: Layer | Group) -> Layer | Group:
+    if isinstance(item, Group):
+        return pointwise_as_linear(item)
+    parts = item.parts
+    if item.kind != "Conv" or not all(map(_covers_one_place, parts.values())):
+        return item
+    flat = {role: _without_places(part) for role, part in parts.items()}
+    return Layer("Linear", item.path, flat)
+
+
+def _covers_one_place(part: TensorPart) -> bool:
+    sizes = zip(part.axes.split(), part.shape, strict=True)
+    return all(size == 1 for axis, size in sizes if axis not in ("i", "o"))
+
+
+def _without_places(part: TensorPart) -> TensorPart:
+    axes = [axis if axis in ("i", "o") else "1" for axis in part.axes.split()]
+    return replace(part, axes=" ".join(axes))
+
+
 def tensors_of(root: Group) -> dict[str, Tensor]:
     """Return the tensors of a tree by name."""
     found = {}
