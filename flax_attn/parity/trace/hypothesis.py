@@ -104,11 +104,9 @@ def grouped_by_kind(every: Iterable[Hypothesis]) -> tuple[Hypothesis, ...]:
     """Return hypotheses, of which those of repeated layers are one."""
     grouped: dict[tuple, Hypothesis] = {}
     for one in every:
-        kind = one.kind
-        first = grouped.setdefault(kind, one)
+        first = grouped.setdefault(one.kind, one)
         if one.node not in (first.node, *first.also):
-            also = (*first.also, one.node)
-            grouped[kind] = replace(first, also=also)
+            grouped[one.kind] = replace(first, also=(*first.also, one.node))
     return tuple(grouped.values())
 
 

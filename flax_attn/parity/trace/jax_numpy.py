@@ -95,22 +95,16 @@ def _select(params: Params, which: np.ndarray, *cases: np.ndarray) -> np.ndarray
     return np.where(which, cases[1], cases[0])
 
 
-def _reduce(name: str) -> Rule:
-    function = REDUCTIONS[name]
-    return lambda params, x: function(x, axis=tuple(params["axes"]))
+def _reduce(function: Callable[..., Any], params: Params, x: np.ndarray) -> Any:
+    return function(x, axis=tuple(params["axes"]))
 
 
-def _cumulative(name: str) -> Rule:
-    function = CUMULATIVE[name]
-
-    def accumulated(params: Params, x: np.ndarray) -> np.ndarray:
-        axis = params["axis"]
-        if not params["reverse"]:
-            return function(x, axis=axis)
-        backward = function(np.flip(x, axis), axis=axis)
-        return np.flip(backward, axis)
-
-    return accumulated
+def _accumulate(function: Callable[..., Any], params: Params, x: np.ndarray) -> np.ndarray:
+    axis = params["axis"]
+    if not params["reverse"]:
+        return function(x, axis=axis)
+    backward = function(np.flip(x, axis), axis=axis)
+    return np.flip(backward, axis)
 
 
 def _iota(params: Params) -> np.ndarray:
@@ -162,8 +156,8 @@ RULES: dict[str, Rule] = {
     "convert_element_type": lambda params, x: x.astype(params["new_dtype"]),
     "dot_general": _dot,
     "iota": _iota,
-    **{name: _reduce(name) for name in REDUCTIONS},
-    **{name: _cumulative(name) for name in CUMULATIVE},
+    **{name: partial(_reduce, function) for name, function in REDUCTIONS.items()},
+    **{name: partial(_accumulate, function) for name, function in CUMULATIVE.items()},
 }
 
 

@@ -15,6 +15,8 @@ from flax_attn.parity.jaxprs import bind, called, frames_of, interpreted, opened
 from flax_attn.parity.trace import jax_names, jax_numpy, scopes
 from flax_attn.parity.trace.program import Node, Place, Program, place_of
 
+# Operands of a jaxpr: the identity of the operation, and the index.
+Operands = Collection[tuple[int, int]]
 Compute = Callable[[Sequence[np.ndarray]], np.ndarray]
 MODULE = re.compile(r"@([^@]*)@")
 
@@ -63,34 +65,41 @@ class _Builder:
         """Return the nodes of the results of a jaxpr."""
         jaxpr, consts = opened(program)
         known = dict(zip(jaxpr.invars, operands, strict=True))
-        for variable, value in zip(jaxpr.constvars, consts, strict=True):
-            known[variable] = self.constant(value)
-
-        def read(atom: Any) -> Node:
-            return self.constant(atom.val) if isinstance(atom, Literal) else known[atom]
-
+        known.update(zip(jaxpr.constvars, map(self.constant, consts), strict=True))
         for eqn in jaxpr.eqns:
-            given = [read(atom) for atom in eqn.invars]
-            here = scope_of(eqn, scope)
-            _place_constants(given, here)
-            found = self.evaluate(eqn, given, here)
-            known.update(zip(eqn.outvars, found, strict=True))
-        return [read(atom) for atom in jaxpr.outvars]
+            self.step(eqn, known, scope)
+        return self.read(jaxpr.outvars, known)
+
+    def step(self, eqn: Any, known: dict[Any, Node], scope: Scope) -> None:
+        """Append the nodes of one operation, and add its results to what is known."""
+        given = self.read(eqn.invars, known)
+        here = scope_of(eqn, scope)
+        _place_constants(given, here)
+        results = self.evaluate(eqn, given, here)
+        known.update(zip(eqn.outvars, results, strict=True))
+
+    def read(self, atoms: Sequence[Any], known: Mapping[Any, Node]) -> list[Node]:
+        """Return the nodes of variables, and append those of numbers that stand among them."""
+        found = []
+        for atom in atoms:
+            number = isinstance(atom, Literal)
+            found.append(self.constant(atom.val) if number else known[atom])
+        return found
 
     def evaluate(self, eqn: Any, given: list[Node], here: Scope) -> list[Node]:
         """Return the nodes of the results of one operation."""
-        name = eqn.primitive.name
         inner = called(eqn)
         if inner is not None:
             return self.run(inner, given, here)
-        if name == "scan":
-            return self.scan(eqn, given, here)
-        if name == "while":
-            return self.loop(eqn, given, here)
-        if name == "cond":
-            return self.branch(eqn, given, here)
-        if name in ("name", "copy", "copy_p", "optimization_barrier"):
-            return given
+        match eqn.primitive.name:
+            case "scan":
+                return self.scan(eqn, given, here)
+            case "while":
+                return self.loop(eqn, given, here)
+            case "cond":
+                return self.branch(eqn, given, here)
+            case "name" | "copy" | "copy_p" | "optimization_barrier":
+                return given
         return self.primitive(eqn, given, here)
 
     def branch(self, eqn: Any, given: list[Node], scope: Scope) -> list[Node]:
@@ -126,15 +135,19 @@ class _Builder:
         params = eqn.params
         carried = params["num_carry"]
         consts, carry, sequences = _parted(given, params["num_consts"], carried)
-        steps = range(params["length"])
-        found: dict[int, list[Node]] = {}
-        for step in reversed(steps) if params["reverse"] else steps:
+        found: list[list[Node]] = []
+        for step in _order_of_steps(params):
             elements = [self.element(sequence, step, scope) for sequence in sequences]
-            results = self.run(params["jaxpr"], [*consts, *carry, *elements], scope)
-            carry, found[step] = results[:carried], results[carried:]
+            operands = [*consts, *carry, *elements]
+            results = self.run(params["jaxpr"], operands, scope)
+            carry, others = _parted(results, carried)
+            found.append(others)
+        # What the last step returns stands first where the scan runs backward.
+        if params["reverse"]:
+            found.reverse()
         stacked = []
         for i, variable in enumerate(eqn.outvars[carried:]):
-            rows = [found[step][i] for step in steps]
+            rows = [others[i] for others in found]
             stacked.append(self.stack(rows, variable.aval, scope))
         return [*carry, *stacked]
 
@@ -156,13 +169,15 @@ class _Builder:
     def loop(self, eqn: Any, given: list[Node], scope: Scope) -> list[Node]:
         """Return the results of a while loop, whose turns are evaluated one by one."""
         params = eqn.params
-        sizes = params["cond_nconsts"], params["body_nconsts"]
-        of_test, of_body, state = _parted(given, *sizes)
-        while True:
-            (going,) = self.run(params["cond_jaxpr"], [*of_test, *state], scope)
-            if not going.value.any():
-                return state
+        of_test, of_body, state = _parted(given, params["cond_nconsts"], params["body_nconsts"])
+        while self.holds(params["cond_jaxpr"], [*of_test, *state], scope):
             state = self.run(params["body_jaxpr"], [*of_body, *state], scope)
+        return state
+
+    def holds(self, test: Any, operands: Sequence[Node], scope: Scope) -> bool:
+        """Whether the condition of a while loop holds."""
+        (going,) = self.run(test, operands, scope)
+        return bool(going.value.any())
 
 
 def _place_constants(given: Sequence[Node], here: Scope) -> None:
@@ -170,6 +185,11 @@ def _place_constants(given: Sequence[Node], here: Scope) -> None:
     for node in given:
         if node.operation == "constant" and node.place is None:
             node.place = here.place
+
+
+def _order_of_steps(params: Mapping[str, Any]) -> Sequence[int]:
+    steps = range(params["length"])
+    return steps[::-1] if params["reverse"] else steps
 
 
 def _parted(nodes: list[Node], *sizes: int) -> list[list[Node]]:
@@ -221,21 +241,25 @@ def run_of(closed: Any, outputs: Sequence[str], sources: Mapping[str, Any]) -> P
     return Program(builder.nodes, dict(zip(outputs, results, strict=True)))
 
 
-def evaluated(
-    program: Any, arguments: Sequence[Any], stopped: Collection[tuple[int, int]]
-) -> list[Any]:
+def _stop_gradients(eqn: Any, given: Sequence[Any], stopped: Operands) -> list[Any]:
+    found = []
+    for i, value in enumerate(given):
+        stops = (id(eqn), i) in stopped
+        found.append(jax.lax.stop_gradient(value) if stops else value)
+    return found
+
+
+def evaluated(program: Any, arguments: Sequence[Any], stopped: Operands) -> list[Any]:
     """Return the results of a jaxpr that stops other gradients than it says, to differentiate.
 
     Args:
         program: jaxpr whose own `stop_gradient` operations are left out.
         arguments: its arguments.
-        stopped: operands to which no gradient flows: the identity of the operation, and the index.
+        stopped: operands to which no gradient flows.
     """
 
     def apply(_: int, eqn: Any, given: list[Any]) -> Sequence[Any]:
-        for i, value in enumerate(given):
-            if (id(eqn), i) in stopped:
-                given[i] = jax.lax.stop_gradient(value)
+        given = _stop_gradients(eqn, given, stopped)
         # What the program stops itself is not stopped here.
         if eqn.primitive.name == "stop_gradient":
             return given

@@ -47,10 +47,13 @@ def laid_out(value: np.ndarray, shape: Sequence[int]) -> Iterator[np.ndarray]:
 
 def _orders(sizes: list[int], joined: list[int]) -> Iterator[tuple[int, ...]]:
     """Yield the orders of axes whose neighbours can be joined to other sizes."""
-    wanted = set(np.cumprod(joined).tolist())
-    axes = range(len(sizes))
-    for order in islice(permutations(axes), MOST):
+    wanted = _ends(joined)
+    for order in islice(permutations(range(len(sizes))), MOST):
         ordered = [sizes[axis] for axis in order]
-        found = set(np.cumprod(ordered).tolist())
-        if wanted <= found:
+        if wanted <= _ends(ordered):
             yield order
+
+
+def _ends(sizes: list[int]) -> set[int]:
+    """Return after how many numbers each axis ends, with those before it."""
+    return set(np.cumprod(sizes).tolist())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from itertools import islice, permutations
 
@@ -45,21 +44,25 @@ def narrowed(
     """
     first = None
     misshapen = _misshapen(alignment)
-    shared = [node for node in ancestors(top) if node in alignment.torch_of]
-    telling = [node for node in shared if alignment.numbers(node).telling]
-    for node in sorted(telling, key=lambda node: node.order):
-        if _anchored(alignment, node, ours=True):
-            continue
-        for other, value in _reordered(alignment, node):
-            changed = alignment.rerun({node: value})
-            if not alignment.wrong(changed):
-                return node, other, value
-            # An output of another shape is not made right by the order of a parameter.
-            possible = node.operands or not misshapen
-            right = top in changed and same_array(changed[top], expected)
-            if first is None and right and possible:
-                first = node, other, value
+    for node, other, value in _reordered(alignment, top):
+        changed = alignment.rerun({node: value})
+        if not alignment.wrong(changed):
+            return node, other, value
+        # An output of another shape is not made right by the order of a parameter.
+        possible = node.operands or not misshapen
+        right = top in changed and same_array(changed[top], expected)
+        if first is None and possible and right:
+            first = node, other, value
     return first
+
+
+def _reordered(alignment: Alignment, top: Node) -> Iterator[tuple[Node, Node, np.ndarray]]:
+    """Yield the values before a node whose order may be wrong, each in the orders of PyTorch."""
+    for node in sorted(ancestors(top), key=lambda node: node.order):
+        shared = node in alignment.torch_of and alignment.numbers(node).telling
+        if shared and not _anchored(alignment, node, ours=True):
+            for other, value in _orders(alignment, node):
+                yield node, other, value
 
 
 def _misshapen(alignment: Alignment) -> bool:
@@ -71,7 +74,7 @@ def _misshapen(alignment: Alignment) -> bool:
     return False
 
 
-def _reordered(alignment: Alignment, node: Node) -> Iterator[tuple[Node, np.ndarray]]:
+def _orders(alignment: Alignment, node: Node) -> Iterator[tuple[Node, np.ndarray]]:
     """Yield the nodes of PyTorch that hold the numbers of a node, and these in another order."""
     current = alignment.value(node)
     # The last that moves the numbers is nearest to what computes with them.
@@ -96,10 +99,12 @@ def ancestors(top: Node) -> set[Node]:
     found: set[Node] = set()
     waiting = [top]
     while waiting and len(found) < ANCESTORS:
-        for operand in waiting.pop(0).operands:
-            if operand not in found and operand.operation != "constant":
-                found.add(operand)
-                waiting.append(operand)
+        node = waiting.pop(0)
+        for operand in node.operands:
+            if operand.operation == "constant" or operand in found:
+                continue
+            found.add(operand)
+            waiting.append(operand)
     return found
 
 
@@ -110,28 +115,23 @@ def turns(top: Node) -> list[Node]:
 
 def steps(alignment: Alignment, top: Node, ours: bool) -> list[Node]:
     """Return the operations that move numbers between a node and values in a common order."""
-    found: list[Node] = []
-    seen: set[Node] = set()
+    found = {top}
     waiting = list(top.operands)
-    if top.operation in MOVING:
-        found.append(top)
     while waiting:
         node = waiting.pop()
-        if node in seen or _anchored(alignment, node, ours):
+        if node in found or _anchored(alignment, node, ours):
             continue
-        seen.add(node)
-        if node.operation in MOVING:
-            found.append(node)
+        found.add(node)
         waiting += node.operands
-    return sorted(found, key=lambda node: node.order)
+    moving = [node for node in found if node.operation in MOVING]
+    return sorted(moving, key=lambda node: node.order)
 
 
 def _anchored(alignment: Alignment, node: Node, ours: bool) -> bool:
     """Whether the other side has a value in the same order, except for the order of its axes."""
-    if node.constant:
-        return True
-    if node.operation in MOVING:
-        return False
+    # Equal numbers have every order; what is moved says nothing of what moves it.
+    if node.constant or node.operation in MOVING:
+        return node.constant
     counterparts = alignment.torch_of if ours else alignment.flax_of
     value = alignment.value(node)
     return any(_in_order(value, alignment.value(other)) for other in counterparts.get(node, ()))
@@ -155,14 +155,17 @@ def shown(nodes: Sequence[Node]) -> str:
 
 
 def _shown(node: Node) -> str:
-    if node.operation == "slice" and isinstance(node.parameters.get("start"), tuple):
-        return f"slice [{_bounds(node)}]"
-    # What a reshape or a transposition takes needs no name.
-    named = node.operation not in ("reshape", "transpose")
-    given = []
-    for name, value in node.parameters.items():
-        given.append(f"{name}={plain(value)}" if named else plain(value))
-    return f"{node.operation} {' '.join(given)}".strip()
+    return f"{node.operation} {' '.join(_parameters(node))}".strip()
+
+
+def _parameters(node: Node) -> list[str]:
+    given = node.parameters
+    if node.operation == "slice" and isinstance(given.get("start"), tuple):
+        return [_bounds(node)]
+    # What these take needs no name.
+    if node.operation in ("reshape", "transpose"):
+        return [plain(value) for value in given.values()]
+    return [f"{name}={plain(value)}" for name, value in given.items()]
 
 
 def _bounds(node: Node) -> str:
@@ -170,7 +173,7 @@ def _bounds(node: Node) -> str:
     shown = []
     for start, stop, size in zip(starts, stops, node.operands[0].value.shape, strict=True):
         shown.append(":" if (start, stop) == (0, size) else f"{start}:{stop}")
-    return ", ".join(shown)
+    return f"[{', '.join(shown)}]"
 
 
 def relation(flax: np.ndarray, torch: np.ndarray) -> str:
@@ -189,13 +192,18 @@ def relation(flax: np.ndarray, torch: np.ndarray) -> str:
 
 def _along_joined_axes(flax: np.ndarray, torch: np.ndarray) -> str:
     """Return the difference in order along two neighbouring axes, read as one."""
-    for axis in range(torch.ndim - 1):
-        joined = math.prod(torch.shape[axis : axis + 2])
-        shape = (*torch.shape[:axis], joined, *torch.shape[axis + 2 :])
+    for shape in _joined(torch.shape):
         found = _along_axes(flax.reshape(shape), torch.reshape(shape))
         if found:
             return found
     return ""
+
+
+def _joined(shape: Sequence[int]) -> Iterator[list[int]]:
+    """Yield a shape with each two neighbouring axes as one."""
+    for axis in range(len(shape) - 1):
+        size = shape[axis] * shape[axis + 1]
+        yield [*shape[:axis], size, *shape[axis + 2 :]]
 
 
 def _along_axes(flax: np.ndarray, torch: np.ndarray) -> str:
@@ -253,14 +261,19 @@ def _described(along: np.ndarray, axis: int) -> str:
         return f"axis {axis} is rolled by {rolled}"
     first = _transposed_by(along)
     if first is not None:
-        ours, theirs = plain((first, size // first)), plain((size // first, first))
-        if ours == theirs:
-            return f"axis {axis} of {size}, split as {ours}, is transposed"
-        return f"axis {axis} of {size} is split as {ours}, in torch as {theirs}"
+        return _split_otherwise(axis, first, size // first)
     listed = [str(i) for i in along[:LONGEST]]
     if size > LONGEST:
         listed.append("...")
     return f"axis {axis} is in the order {', '.join(listed)} of torch"
+
+
+def _split_otherwise(axis: int, first: int, second: int) -> str:
+    size = first * second
+    ours, theirs = plain((first, second)), plain((second, first))
+    if ours == theirs:
+        return f"axis {axis} of {size}, split as {ours}, is transposed"
+    return f"axis {axis} of {size} is split as {ours}, in torch as {theirs}"
 
 
 def _transposed_by(along: np.ndarray) -> int | None:

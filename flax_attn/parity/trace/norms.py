@@ -6,7 +6,7 @@ A residual connection hides the error of such a norm in the outputs.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -37,11 +37,8 @@ def offset_errors(pair: Pair) -> dict[str, float]:
     if not isinstance(pair.flax, JaxAdapter) or not hasattr(theirs, "named_modules"):
         return {}
     ours = submodules(pair.flax.built())
-    norms = [name for name, inner in theirs.named_modules() if name and _is_norm(inner)]
-    names = pair_paths(pair.entries, ours, norms)
-    # The whole module pairs as well, and is no norm.
-    names = {path: name for path, name in names.items() if name in norms and path in ours}
-    measured = _measured(pair, torch, set(names.values())) if names else {}
+    names = _pairs_of_norms(pair, ours, theirs)
+    measured = _measured(pair, torch, names.values()) if names else {}
     errors: dict[str, float] = {}
     rounding: dict[str, float] = {}
     for path, name in names.items():
@@ -56,6 +53,14 @@ def offset_errors(pair: Pair) -> dict[str, float]:
     return tolerance.amplified(errors, [rounding], tolerance.FORWARD, tolerance.MOST_FORWARD)
 
 
+def _pairs_of_norms(pair: Pair, ours: Mapping[str, Any], theirs: Any) -> dict[str, str]:
+    """Return the name of each norm of PyTorch by the path of its counterpart in JAX."""
+    norms = [name for name, inner in theirs.named_modules() if name and _is_norm(inner)]
+    pairs = pair_paths(pair.entries, ours, norms)
+    # The whole module pairs as well, and is no norm.
+    return {path: name for path, name in pairs.items() if name in norms and path in ours}
+
+
 def _is_norm(module: Any) -> bool:
     return "norm" in type(module).__name__.lower()
 
@@ -68,21 +73,24 @@ class _Measured(NamedTuple):
     moved: np.ndarray
 
 
-def _measured(pair: Pair, adapter: Any, wanted: set[str]) -> dict[str, _Measured]:
+def _measured(pair: Pair, adapter: Any, wanted: Iterable[str]) -> dict[str, _Measured]:
     """Return what each norm gives for the floating inputs of its first call, with the offset."""
     module = copy.deepcopy(adapter.module).eval()
     found: dict[str, _Measured] = {}
 
     def measure(name: str, norm: Any, args: tuple, kwargs: dict) -> None:
-        if name not in found:
-            floating = [x for x in (*args, *kwargs.values()) if _is_floating(x)]
-            found[name] = _measure(norm, floating)
+        if name in found:
+            return
+        given = [*args, *kwargs.values()]
+        floating = [x for x in given if _is_floating(x)]
+        found[name] = _measure(norm, floating)
 
     for name in wanted:
         norm = module.get_submodule(name)
         norm.register_forward_pre_hook(partial(measure, name), with_kwargs=True)
+    inputs, extras = adapter.arrays(pair.inputs), adapter.arrays(pair.extras)
     # Inside the call of the model, which may set what its norms compute in.
-    adapter.call(module, adapter.arrays(pair.inputs), adapter.arrays(pair.extras))
+    adapter.call(module, inputs, extras)
     return found
 
 
@@ -113,20 +121,28 @@ def _result(norm: Any, found: _Measured) -> np.ndarray | None:
     return next((flax for flax in results if flax.shape == found.output.shape), None)
 
 
-def _calls(norm: Any, given: tuple[np.ndarray, ...]) -> Iterator[np.ndarray]:
+def _calls(norm: Any, given: Sequence[np.ndarray]) -> Iterator[np.ndarray]:
     """Yield what the JAX norm returns, of the axes as they are and of channels last."""
     for last in (False, True):
         if last and given[0].ndim < 3:
             return
-        moved = [np.moveaxis(x, 1, -1) if last and x.ndim > 2 else x for x in given]
-        arrays = [jnp.asarray(np.ascontiguousarray(x)) for x in moved]
+        moved = map(_channels_last, given) if last else given
         try:
-            with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-                result = _numpy64(norm(*arrays))
+            result = _call(norm, moved)
         # It takes other arguments, or other axes: then it is judged by outputs alone.
         except Exception:
             continue
         yield np.moveaxis(result, -1, 1) if last else result
+
+
+def _channels_last(x: np.ndarray) -> np.ndarray:
+    return np.moveaxis(x, 1, -1) if x.ndim > 2 else x
+
+
+def _call(norm: Any, given: Iterable[np.ndarray]) -> np.ndarray:
+    arrays = [jnp.asarray(np.ascontiguousarray(x)) for x in given]
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        return _numpy64(norm(*arrays))
 
 
 def _numpy64(array: Any) -> np.ndarray:

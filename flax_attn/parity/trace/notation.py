@@ -96,13 +96,18 @@ class Names:
 
     def _written(self, node: Node) -> tuple[str, int]:
         if self._depth == DEPTH:
-            line = f" of line {node.place.line}" if node.place else ""
-            return f"[{node.operation}{line}]", ATOM
+            return _in_brackets(node), ATOM
         self._depth += 1
         try:
             return _with_strength(self._built(node), self)
         finally:
             self._depth -= 1
+
+
+def _in_brackets(node: Node) -> str:
+    """Return what stands for an operation that is not written out."""
+    line = f" of line {node.place.line}" if node.place else ""
+    return f"[{node.operation}{line}]"
 
 
 def _name(own: Node | None, nodes: Sequence[Node], results: Mapping[Node, str]) -> str:
@@ -147,16 +152,19 @@ def _with_strength(x: Expression, names: Names) -> tuple[str, int]:
 
 
 def _written(x: Expression, names: Names) -> tuple[str, int]:
-    if x.operation == "leaf":
-        return names.of(x)
-    if x.operation == "sum":
-        return _sum(x, names), SUM
-    if x.operation == "product":
-        return _statistic(x, names) or _product(x, names)
+    match x.operation:
+        case "leaf":
+            return names.of(x)
+        case "sum":
+            return _sum(x, names), SUM
+        case "product":
+            return _statistic(x, names) or _product(x, names)
+        case "dot":
+            return _infix(x, "@", names, POWER), PRODUCT
+        case "number" | "setting" | "source" | "constant":
+            return plain(x.settings[0]).removeprefix("parameter "), ATOM
     if x.operation in SIGNS and len(x.operands) == 2:
         return _infix(x, SIGNS[x.operation], names, PRODUCT), SUM
-    if x.operation == "dot":
-        return _infix(x, "@", names, POWER), PRODUCT
     return _call(x, names), ATOM
 
 
@@ -167,12 +175,12 @@ def _infix(x: Expression, sign: str, names: Names, within: int) -> str:
 
 def _statistic(x: Expression, names: Names) -> tuple[str, int] | None:
     """Return a mean, or a variance, which are sums over a number."""
-    if len(x.operands) != 1 or x.operands[0].operation != "sum_over" or x.settings[1] != 1:
+    if len(x.operands) != 1 or x.operands[0].operation != "sum_over":
         return None
-    summed = x.operands[0]
+    (summed,) = x.operands
+    factor, exponent = x.settings
     sizes = summed.settings[0]
-    count = math.prod(sizes)
-    if abs(x.settings[0] * count - 1) > 1e-9:
+    if exponent != 1 or abs(factor * math.prod(sizes) - 1) > 1e-9:
         return None
     name, inner = "mean", summed.operands[0]
     centred = _centred(inner, sizes)
@@ -196,16 +204,23 @@ def _centred(squares: Expression, sizes: tuple[int, ...]) -> Expression | None:
 
 
 def _sum(x: Expression, names: Names) -> str:
-    terms = list(zip(x.settings, x.operands, strict=True))
+    terms = sorted(zip(x.settings, x.operands, strict=True), key=_rank)
+    signed = [_signed(factor, term, names) for factor, term in terms]
+    # The first is "- x" or "+ x", which reads "-x" or "x".
+    sign, _, others = " ".join(signed).partition(" ")
+    return others if sign == "+" else f"-{others}"
+
+
+def _signed(factor: float, term: Expression, names: Names) -> str:
+    size = scaled(abs(factor), term)
+    sign = "-" if factor < 0 else "+"
+    return f"{sign} {_text(size, names, PRODUCT)}"
+
+
+def _rank(term: tuple[float, Expression]) -> tuple[bool, bool]:
     # Numbers come last, and what is added before what is subtracted.
-    terms.sort(key=lambda pair: (pair[0] < 0, pair[1].number is not None))
-    parts = []
-    for factor, term in terms:
-        parts.append("-" if factor < 0 else "+")
-        size = scaled(abs(factor), term)
-        parts.append(_text(size, names, PRODUCT))
-    sign, *others = parts
-    return sign.strip("+") + " ".join(others)
+    factor, base = term
+    return factor < 0, base.number is not None
 
 
 def _product(x: Expression, names: Names) -> tuple[str, int]:
@@ -235,26 +250,24 @@ def _power(base: Expression, exponent: float, names: Names) -> str:
 
 
 def _call(x: Expression, names: Names) -> str:
-    if x.number is not None:
-        return plain(x.number)
-    if x.operation == "setting":
-        return plain(x.settings[0])
-    if x.operation in ("source", "constant"):
-        return str(x.settings[0]).removeprefix("parameter ")
     inner = [_text(operand, names, SUM) for operand in x.operands]
-    if x.operation == "order":
-        return f"{x.settings[0]}({', '.join(inner)})"
-    if x.operation == "slice":
-        return f"{_text(x.operands[0], names, ATOM)}[{_bounds(x.settings)}]"
-    if x.operation in ("moved", "other"):
-        return f"{_text(x.operands[0], names, ATOM)}'"
-    if x.operation == "cast":
-        return f"{x.settings[0]}({inner[0]})"
-    name = "sum" if x.operation == "sum_over" else x.operation
-    return f"{name}({', '.join([*inner, *_settings(x)])})"
+    if x.operation in ("slice", "moved", "other"):
+        suffix = f"[{_bounds(x.settings)}]" if x.operation == "slice" else "'"
+        return _text(x.operands[0], names, ATOM) + suffix
+    shown = ", ".join(inner + _settings(x))
+    return f"{_function(x)}({shown})"
+
+
+def _function(x: Expression) -> str:
+    # Which function these are is their setting.
+    if x.operation in ("order", "cast"):
+        return str(x.settings[0])
+    return "sum" if x.operation == "sum_over" else x.operation
 
 
 def _settings(x: Expression) -> list[str]:
+    if x.operation in ("order", "cast"):
+        return []
     if x.operation in ("sum_over", "amax", "softmax", "logsumexp"):
         sizes = x.settings[0]
         return [f"over {plain(sizes)}"]

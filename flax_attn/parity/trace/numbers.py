@@ -97,13 +97,12 @@ class Numbers:
     @cached_property
     def features(self) -> np.ndarray:
         """Moments that do not change if all numbers are repeated equally often."""
-        x = self.sorted
-        if not x.size or not self.scale:
+        if not self.scale:
             return np.zeros(5)
-        unit = x / self.scale
-        squares, cubes = (unit**2).mean(), (unit**3).mean()
-        hidden = 1 - x.size / self.array.size
-        return np.array([self.scale, unit.mean(), squares, cubes, hidden])
+        unit = self.sorted / self.scale
+        moments = [unit.mean(), (unit**2).mean(), (unit**3).mean()]
+        hidden = 1 - unit.size / self.array.size
+        return np.array([self.scale, *moments, hidden])
 
     @cached_property
     def telling(self) -> bool:
@@ -111,26 +110,34 @@ class Numbers:
         x = self.sorted
         if self.array.dtype.kind not in "fc" or not x.size:
             return False
-        # A number of many digits is not the same by chance.
         if x.size == 1:
-            return bool(float(f"{x[0]:.6g}") != x[0])
-        steps = np.diff(x) > SAME * (self.scale or 1)
-        distinct = 1 + int(np.count_nonzero(steps))
+            return _of_many_digits(x[0])
+        apart = np.diff(x) > SAME * (self.scale or 1)
+        distinct = 1 + int(np.count_nonzero(apart))
         return distinct > 4 or distinct == x.size
 
     def equals(self, other: Numbers) -> bool:
         """Whether both hold the same numbers, each perhaps repeated."""
-        # Sorting is dear: most others differ in a moment.
-        apart = np.abs(self.features - other.features)
-        allowed = CLOSE * (1 + np.abs(other.features))
-        if not (apart <= allowed).all():
+        theirs = other.features
+        if not _within(self.features, theirs, CLOSE * (1 + np.abs(theirs))):
             return False
         few, many = sorted((self.sorted, other.sorted), key=len)
         if not few.size or many.size % few.size:
             return not many.size
+        # In order, the repetitions of a number follow it.
         repeats = many.size // few.size
-        apart = np.abs(many[::repeats] - few)
-        return bool((apart <= SAME * max(self.scale, other.scale)).all())
+        scale = max(self.scale, other.scale)
+        return _within(many[::repeats], few, SAME * scale)
+
+
+def _of_many_digits(number: np.floating) -> bool:
+    """Whether a number is none of those that are equal by chance, such as 0.5."""
+    return float(f"{number:.6g}") != float(number)
+
+
+def _within(first: np.ndarray, second: np.ndarray, limit: float | np.ndarray) -> bool:
+    apart = np.abs(first - second)
+    return bool((apart <= limit).all())
 
 
 def same_array(one: np.ndarray, other: np.ndarray) -> bool:
@@ -142,16 +149,13 @@ def same_array(one: np.ndarray, other: np.ndarray) -> bool:
         return False
     if first.dtype.kind not in "fc":
         return bool((first == second).all())
-    double = first.dtype == second.dtype == np.float64
-    if first.size and double:
+    if first.size and first.dtype == second.dtype == np.float64:
         sizes, others = np.abs(first), np.abs(second)
         # In most arrays no number hides one. NaN is not less than another number.
         if sizes.max() < HIDING and others.max() < HIDING:
             scale = max(sizes.mean(), others.mean(), TINY)
-            apart = np.abs(first - second)
-            return bool(apart.max() <= SAME * scale)
-    scale = max(Numbers(first).scale, Numbers(second).scale)
-    return _close(first, second, scale)
+            return _within(first, second, SAME * scale)
+    return _close(first, second)
 
 
 def is_laid_out(ours: np.ndarray, theirs: np.ndarray) -> bool:
@@ -162,19 +166,19 @@ def is_laid_out(ours: np.ndarray, theirs: np.ndarray) -> bool:
     return any(same_array(ours, value) for value in layouts)
 
 
-def _close(first: np.ndarray, second: np.ndarray, scale: float) -> bool:
+def _close(first: np.ndarray, second: np.ndarray) -> bool:
     """Whether arrays of one shape agree where neither hides a number, and hide the same."""
-    limit = min(_hiding(first), _hiding(second))
-    hidden = _hidden(first, limit)
-    if (hidden != _hidden(second, limit)).any():
+    hiding = min(_hiding(first), _hiding(second))
+    hidden = _hidden(first, hiding)
+    if (hidden != _hidden(second, hiding)).any():
         return False
-    apart = np.abs(np.where(hidden, 0, first) - np.where(hidden, 0, second))
-    return bool((apart <= SAME * max(scale, TINY)).all())
+    scale = max(Numbers(first).scale, Numbers(second).scale, TINY)
+    return _within(first[~hidden], second[~hidden], SAME * scale)
 
 
-def _hidden(array: np.ndarray, limit: float) -> np.ndarray:
+def _hidden(array: np.ndarray, hiding: float) -> np.ndarray | np.bool:
     with np.errstate(invalid="ignore"):
-        return (np.abs(array) >= limit) | ~np.isfinite(array)
+        return (np.abs(array) >= hiding) | ~np.isfinite(array)
 
 
 def flattened(array: np.ndarray) -> np.ndarray:

@@ -9,6 +9,8 @@ from flax_attn.convert.rules import Entry
 
 # The whole module, together with the function that calls it.
 ROOT = "."
+# The positions of the entries whose parameters a module holds.
+Held = frozenset[int]
 
 
 def pair_paths(
@@ -50,9 +52,7 @@ def pair_paths(
     return pairs
 
 
-def _groups(
-    paths: Iterable[str], names: Sequence[Sequence[str]]
-) -> dict[frozenset[int], list[str]]:
+def _groups(paths: Iterable[str], names: Sequence[Sequence[str]]) -> dict[Held, list[str]]:
     """Return the paths by the entries that lie under them, without those that cut one in two."""
     groups = defaultdict(list)
     for path in paths:
@@ -62,11 +62,12 @@ def _groups(
     return groups
 
 
-def _held(path: str, names: Sequence[Sequence[str]]) -> frozenset[int] | None:
+def _held(path: str, names: Sequence[Sequence[str]]) -> Held | None:
     """Return which entries lie under a path; None if one is only partly there."""
     held = []
+    prefix = f"{path}."
     for i, parts in enumerate(names):
-        inside = [name.startswith(f"{path}.") for name in parts]
+        inside = [name.startswith(prefix) for name in parts]
         if all(inside):
             held.append(i)
         elif any(inside):

@@ -22,8 +22,9 @@ def logsumexp_of(node: Node) -> Node | None:
         summed = summed_in(moved_from(log))
         if summed is None:
             continue
-        difference = moved_from(moved_from(summed.operands[0]).operands[0])
-        if difference.operation == "sub" and _shifts_by(difference, shift):
+        exponential = moved_from(summed.operands[0])
+        difference = moved_from(exponential.operands[0])
+        if _shifts_by(difference, shift):
             return summed
     return None
 
@@ -38,6 +39,8 @@ def summed_in(log: Node) -> Node | None:
 
 
 def _shifts_by(difference: Node, shift: Node) -> bool:
+    if difference.operation != "sub":
+        return False
     return moved_from(difference.operands[1]) is moved_from(shift)
 
 

@@ -20,45 +20,63 @@ def _slice(node: Node, x: list[Expression]) -> Expression:
 
 def _bounds(node: Node) -> tuple[Bound, ...]:
     """Return what is taken of each axis that is not taken whole."""
-    shape, given = node.operands[0].value.shape, node.parameters
-    if "index" in given:
-        (axis,) = given.get("axes", (0,))
-        start = given["index"] % shape[axis]
-        return ((shape[axis], start, start + 1, 1),)
-    if given.keys() & {"result", "split_size", "split_sizes"}:
-        return _piece(node)
-    if isinstance(given.get("start"), tuple):
-        # JAX bounds every axis, PyTorch one at a time.
-        steps = given["step"] or (1,) * len(shape)
-        every = zip(shape, given["start"], given["stop"], steps, strict=True)
-        return tuple(bound for bound in every if not _is_whole(bound))
-    if "axes" not in given:
-        return ()
-    (axis,) = given["axes"]
-    taken = slice(given.get("start"), given.get("end"), given.get("step"))
-    bound = (shape[axis], *taken.indices(shape[axis]))
-    return () if _is_whole(bound) else (bound,)
-
-
-def _is_whole(bound: Bound) -> bool:
-    return bound == (bound[0], 0, bound[0], 1)
-
-
-def _piece(node: Node) -> tuple[Bound, ...]:
-    """Return what one result of a split takes."""
     given = node.parameters
-    axis = given.get("axis", given.get("axes", (0,)))
-    axis = axis[0] if isinstance(axis, tuple) else axis
-    size = node.operands[0].value.shape[axis]
+    if "index" in given:
+        return (_element(node),)
+    if given.keys() & {"result", "split_size", "split_sizes"}:
+        return (_piece(node),)
+    bounds = []
+    # JAX bounds every axis at once, PyTorch one.
+    if isinstance(given.get("start"), tuple):
+        bounds = _of_every_axis(node)
+    elif "axes" in given:
+        bounds = [_of_one_axis(node)]
+    return tuple(filter(_is_part, bounds))
+
+
+def _is_part(bound: Bound) -> bool:
+    size, *taken = bound
+    return taken != [0, size, 1]
+
+
+def _of_every_axis(node: Node) -> list[Bound]:
+    shape, given = node.operands[0].value.shape, node.parameters
+    steps = given["step"] or (1,) * len(shape)
+    return list(zip(shape, given["start"], given["stop"], steps, strict=True))
+
+
+def _of_one_axis(node: Node) -> Bound:
+    size, given = _size_along(node), node.parameters
+    taken = slice(given.get("start"), given.get("end"), given.get("step"))
+    return size, *taken.indices(size)
+
+
+def _size_along(node: Node) -> int:
+    """Return the size of the one axis of which an operation takes a part."""
+    axis = node.parameters.get("axis", node.parameters.get("axes", (0,)))
+    if isinstance(axis, tuple):
+        (axis,) = axis
+    return node.operands[0].value.shape[axis]
+
+
+def _element(node: Node) -> Bound:
+    size = _size_along(node)
+    start = node.parameters["index"] % size
+    return size, start, start + 1, 1
+
+
+def _piece(node: Node) -> Bound:
+    """Return what one result of a split takes."""
+    size, given = _size_along(node), node.parameters
     index = given.get("result", 0)
     sizes = given.get("sizes", given.get("split_sizes"))
-    if sizes is None:
-        each = given.get("split_size", 1)
-        start = index * each
-        # The last piece may be shorter.
-        return ((size, start, min(start + each, size), 1),)
-    start = sum(sizes[:index])
-    return ((size, start, start + sizes[index], 1),)
+    if sizes is not None:
+        start = sum(sizes[:index])
+        return size, start, start + sizes[index], 1
+    each = given.get("split_size", 1)
+    start = index * each
+    # The last piece may be shorter.
+    return size, start, min(start + each, size), 1
 
 
 def _stack(node: Node, x: list[Expression]) -> Expression:
@@ -99,30 +117,44 @@ def _iota(node: Node, x: list[Expression]) -> Expression:
     """Return numbers at equal distances as whole ones from 0, times a step, and a start."""
     if not node.value.size:
         return ZERO
-    start, stop = float(node.value.flat[0]), node.value.flat[-1]
+    first, last = node.value.flat[0], node.value.flat[-1]
+    start = float(first)
     # Along other axes the numbers are repeated.
     count = len(np.unique(node.value))
     if count < 2:
         return number(start, node)
-    step = float(stop - start) / (count - 1)
+    step = float(last - start) / (count - 1)
     counted = Expression("iota", (), (("size", count),), node)
     return total([(step, counted), (start, ONE)], node)
 
 
 def _fft(node: Node, x: list[Expression]) -> Expression:
     """Return a Fourier transform by its lengths; an inverse one is divided by them in JAX."""
+    inverse = _is_inverse(node)
+    scaling = 2 if inverse else 0
+    settings = {
+        "lengths": _lengths(node),
+        "inverse": inverse,
+        "normalization": node.parameters.get("normalization", scaling),
+    }
+    return Expression(node.operation, tuple(x), tuple(settings.items()), node)
+
+
+def _is_inverse(node: Node) -> bool:
     given = node.parameters
-    to_real = node.operation == "fft_c2r"
-    forward = given.get("forward", not to_real)
-    inverse = given.get("inverse", not forward)
-    lengths = given.get("lengths", ())
-    if "axes" in given:
-        # A spectrum of real numbers is shorter than they are.
-        real = node.value if to_real else node.operands[0].value
-        lengths = tuple(real.shape[axis] for axis in given["axes"])
-    scaling = given.get("normalization", 2 if inverse else 0)
-    settings = (("lengths", lengths), ("inverse", inverse), ("normalization", scaling))
-    return Expression(node.operation, tuple(x), settings, node)
+    # Of PyTorch's transforms, the one to real numbers does not say that it is inverse.
+    forward = given.get("forward", node.operation != "fft_c2r")
+    return given.get("inverse", not forward)
+
+
+def _lengths(node: Node) -> tuple[int, ...]:
+    """Return the lengths along which a Fourier transform runs."""
+    given = node.parameters
+    if "axes" not in given:
+        return given.get("lengths", ())
+    # A spectrum of real numbers is shorter than they are.
+    real = node.value if node.operation == "fft_c2r" else node.operands[0].value
+    return tuple(real.shape[axis] for axis in given["axes"])
 
 
 def _spatial(node: Node) -> Sequence[int]:
@@ -137,34 +169,35 @@ def _conv(node: Node, x: list[Expression]) -> Expression:
     given = node.parameters
     padding = [pad if isinstance(pad, tuple) else (pad, pad) for pad in given["padding"]]
     image, *others = x
-    before = _zeros_around(node, image)
     # Zeros that are put around the image before, and by the convolution itself, are one thing.
+    before = _zeros_before(node) if _puts_zeros(image, node.operands[0]) else None
     if before is not None:
         image = image.operands[0]
         padding = [tuple(pair) for pair in np.add(padding, before).tolist()]
-    settings = (
-        ("stride", tuple(given["stride"])),
-        ("padding", tuple(padding)),
-        ("dilation", tuple(given["dilation"])),
-        ("groups", given["groups"]),
-    )
-    return Expression("conv", (image, *others), settings, node)
+    settings = {
+        "stride": tuple(given["stride"]),
+        "padding": tuple(padding),
+        "dilation": tuple(given["dilation"]),
+        "groups": given["groups"],
+    }
+    return Expression("conv", (image, *others), tuple(settings.items()), node)
 
 
-def _zeros_around(node: Node, image: Expression) -> list[tuple[int, ...]] | None:
-    """Return the zeros that were put before and after the axes along which a convolution runs.
+def _puts_zeros(x: Expression, node: Node) -> bool:
+    """Whether an expression is a padding with zeros, which a node computes."""
+    return x.operation == "pad" and x.origin is node and x.operands[1] == ZERO
 
-    None where there are others: between elements, or around the channels.
+
+def _zeros_before(node: Node) -> list[tuple[int, ...]] | None:
+    """Return what a padding puts around the axes along which a convolution of it runs.
+
+    None where it puts zeros elsewhere: between elements, or around the channels.
     """
-    padded = node.operands[0]
-    if image.operation != "pad" or image.origin is not padded:
-        return None
-    around = dict(enumerate(_around(padded)))
+    around = dict(enumerate(_around(node.operands[0])))
     pads = [around.pop(axis) for axis in _spatial(node)]
     between = any(len(pad) > 2 for pad in pads)
-    elsewhere = any(map(any, around.values()))
-    filling = image.operands[1]
-    return None if between or elsewhere or filling != ZERO else pads
+    channels = any(map(any, around.values()))
+    return None if between or channels else pads
 
 
 PLACING: dict[str, Callable[[Node, list[Expression]], Expression]] = {

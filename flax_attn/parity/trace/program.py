@@ -160,21 +160,14 @@ class Program:
     @cached_property
     def results(self) -> dict[Node, str]:
         """The names of what submodules return last, and of what lines assign to a variable."""
-        modules: dict[str, Node] = {}
-        lines: dict[Place, Node] = {}
+        modules, lines = {}, {}
         for node in self.nodes:
             if node.place is None or not node.operands:
                 continue
             lines[node.place] = node
-            path = node.module
-            while path:
+            for path in _around(node.module):
                 modules[path] = node
-                path = path.rpartition(".")[0]
-        found = {}
-        for place, node in lines.items():
-            assigned = ASSIGNED.match(place.source)
-            if assigned:
-                found[node] = assigned[1]
+        found = _assigned(lines)
         # Of submodules that return the same value, the innermost comes last.
         for path in sorted(modules, key=len):
             found[modules[path]] = path
@@ -183,20 +176,17 @@ class Program:
     def downstream(self, start: Iterable[Node]) -> Iterator[Node]:
         """Yield the nodes that depend on some nodes, in order, without these."""
         given = set(start)
-        waiting: list[tuple[int, Node]] = []
         seen = set(given)
-        for node in given:
-            self._wait(node, waiting, seen)
+        # A sorted list is a heap.
+        waiting = sorted(node.order for node in given)
         while waiting:
-            _, node = heapq.heappop(waiting)
-            yield node
-            self._wait(node, waiting, seen)
-
-    def _wait(self, node: Node, waiting: list[tuple[int, Node]], seen: set[Node]) -> None:
-        for user in self.users[node]:
-            if user not in seen:
-                seen.add(user)
-                heapq.heappush(waiting, (user.order, user))
+            node = self.nodes[heapq.heappop(waiting)]
+            if node not in given:
+                yield node
+            for user in self.users[node]:
+                if user not in seen:
+                    seen.add(user)
+                    heapq.heappush(waiting, user.order)
 
     def rerun(
         self,
@@ -216,7 +206,8 @@ class Program:
             fixed: nodes that keep their values.
         """
         changed = dict(replaced)
-        for node in islice(self.downstream(replaced), most):
+        again = islice(self.downstream(replaced), most)
+        for node in again:
             if until is not None and node.order > until.order:
                 break
             if node.compute is None or node in fixed:
@@ -229,6 +220,23 @@ class Program:
         return changed
 
 
+def _around(module: str) -> Iterator[str]:
+    """Yield the path of a submodule, and of all modules that it is in, from the inside out."""
+    while module:
+        yield module
+        module = module.rpartition(".")[0]
+
+
+def _assigned(lines: Mapping[Place, Node]) -> dict[Node, str]:
+    """Return the variables that lines assign, by the node that each computes last."""
+    found = {}
+    for place, node in lines.items():
+        assigned = ASSIGNED.match(place.source)
+        if assigned:
+            found[node] = assigned[1]
+    return found
+
+
 def place_of(frames: Sequence[tuple[str, int]], module: str = "") -> Place | None:
     """Return the innermost line of some frames that a user wrote, else that of a library's layer.
 
@@ -239,9 +247,12 @@ def place_of(frames: Sequence[tuple[str, int]], module: str = "") -> Place | Non
     written = (frame for frame in inside if not in_library(frame[0]))
     innermost, caller = next(written, None), next(written, None)
     if innermost is None:
-        layers = (frame for frame in frames if any(name in frame[0] for name in LAYERS))
-        innermost = next(layers, None)
-    return Place(*innermost, module, caller) if innermost else None
+        innermost = next(filter(_in_layer, frames), None)
+    return None if innermost is None else Place(*innermost, module, caller)
+
+
+def _in_layer(frame: tuple[str, int]) -> bool:
+    return any(name in frame[0] for name in LAYERS)
 
 
 def in_harness(file: str) -> bool:
@@ -265,8 +276,14 @@ def _is_library(file: str) -> bool:
     if file.startswith(f"{PACKAGE}/"):
         return in_harness(file)
     for name in LIBRARIES:
-        found = getattr(sys.modules.get(name), "__file__", None)
-        folder = str(Path(found).parent) if found else None
-        if folder and folder != PYTHON and file.startswith(f"{folder}/"):
+        folder = _folder_of(name)
+        # Of a module of Python itself, the folder holds what is installed, too.
+        if folder != PYTHON and file.startswith(f"{folder}/"):
             return True
     return file.startswith(f"{PYTHON}/") and "site-packages" not in file
+
+
+def _folder_of(library: str) -> str | None:
+    """Return where an imported library lies."""
+    file = getattr(sys.modules.get(library), "__file__", None)
+    return str(Path(file).parent) if file else None
