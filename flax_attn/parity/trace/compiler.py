@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ from flax_attn.parity.pair import Pair
 from flax_attn.parity.trace.equations import (
     Equation,
     Flattened,
+    Values,
     Variable,
     evaluated,
     flattened,
@@ -80,10 +82,11 @@ def of_outputs(pair: Pair) -> Miscompiled | None:
     errors = [0.0]
     for found in (pair.flax64, pair.run("flax", pair.as_users_compile)):
         errors += tolerance.relative(found.outputs, pair.plain.outputs).values()
-    if not _is_wrong(max(errors)):
+    largest = max(errors)
+    if not _is_wrong(largest):
         return None
     note = "what differs is inside a loop, which JAX compiles whenever it runs"
-    return miscompiled(pair) or Miscompiled(max(errors), note=note)
+    return miscompiled(pair) or Miscompiled(largest, note=note)
 
 
 def miscompiled(pair: Pair) -> Miscompiled | None:
@@ -119,24 +122,28 @@ class _Search:
         options: options of the compiler.
     """
 
-    def __init__(
-        self, program: Flattened, values: Mapping[Variable, Any], options: Mapping[str, Any]
-    ):
+    def __init__(self, program: Flattened, values: Values, options: Mapping[str, Any]):
         self.program, self.values, self.options = program, values, dict(options)
 
     def error(
-        self, equations: Sequence[Equation], wanted: Iterable[Variable], given: Any = None
+        self, equations: Sequence[Equation], wanted: Iterable[Variable], given: Values | None = None
     ) -> float:
         """Return the error of compiled equations, on inputs computed one by one or on others."""
-        wanted = [variable for variable in wanted if is_floating(self.values[variable])]
-        kept = needed(equations, wanted)
+        compared = self.floating(wanted)
+        kept = needed(equations, compared)
         right = self.values if given is None else evaluated(kept, given)
         inputs = {variable: right[variable] for variable in inputs_of(kept)}
-        return compiled_error(kept, wanted, inputs, self.options)
+        return compiled_error(kept, compared, inputs, self.options)
 
-    def differs(self, equations: Sequence[Equation], end: Equation) -> bool:
+    def floating(self, variables: Iterable[Variable]) -> list[Variable]:
+        """Return those of some variables whose values are floating."""
+        return [variable for variable in variables if is_floating(self.values[variable])]
+
+    def differs(
+        self, equations: Sequence[Equation], end: Equation, given: Values | None = None
+    ) -> bool:
         """Whether the results of an equation are wrong after some equations are compiled."""
-        return _is_wrong(self.error(equations, end.results))
+        return _is_wrong(self.error(equations, end.results, given))
 
     def end(self, output: Variable) -> Equation:
         """Return the first equation whose results differ on the way to an output that does."""
@@ -166,8 +173,12 @@ class _Search:
             count *= 2
         kept = needed(before[-count:], end.results)
         for equation in kept[:-1]:
-            fewer = needed([other for other in kept if other is not equation], end.results)
-            if equation in kept and self.differs(fewer, end):
+            # It may be gone with another that was left out.
+            if equation not in kept:
+                continue
+            others = [other for other in kept if other is not equation]
+            fewer = needed(others, end.results)
+            if self.differs(fewer, end):
                 kept = fewer
         return kept
 
@@ -175,7 +186,7 @@ class _Search:
 def compiled_error(
     equations: Sequence[Equation],
     wanted: Sequence[Variable],
-    given: Mapping[Variable, Any],
+    given: Values,
     options: Mapping[str, Any],
     single: bool = False,
 ) -> float:
@@ -189,12 +200,14 @@ def compiled_error(
         single: whether to compute in float32.
     """
 
-    def results(given: Mapping[Variable, Any]) -> dict[str, Any]:
+    def results(given: Values) -> dict[str, Any]:
         known = evaluated(equations, given, single)
         return {str(variable): known[variable] for variable in wanted}
 
     compiled = jax.jit(results, compiler_options=dict(options))
-    return max(tolerance.relative(_numpy(compiled(given)), _numpy(results(given))).values())
+    actual = _numpy(compiled(given))
+    right = _numpy(results(given))
+    return max(tolerance.relative(actual, right).values())
 
 
 def _numpy(arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:
@@ -202,24 +215,24 @@ def _numpy(arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:
 
 
 def _reduced(search: _Search, error: float) -> Miscompiled:
-    for output in search.program.outputs:
-        alone = is_floating(search.values[output]) and search.error(
-            search.program.equations, [output]
-        )
-        if _is_wrong(alone):
+    for output in search.floating(search.program.outputs):
+        error_alone = search.error(search.program.equations, [output])
+        if _is_wrong(error_alone):
             end = search.end(output)
             return _described(search, search.smallest(end), end)
     return Miscompiled(error, note="no output differs if it is compiled without the others")
 
 
 def _described(search: _Search, equations: Sequence[Equation], end: Equation) -> Miscompiled:
-    wanted = [variable for variable in end.results if is_floating(search.values[variable])]
+    wanted = search.floating(end.results)
     given = {variable: search.values[variable] for variable in inputs_of(equations)}
     helps, useless = _settings(search, equations, wanted, given)
-    found = {equation.place: None for equation in equations if equation.place}
+    # Each line once, in the order of the operations.
+    found = dict.fromkeys(equation.place for equation in equations)
+    shows = partial(search.differs, equations, end)
     text, note = "", ""
     try:
-        text = script(equations, wanted[0], given, search.options, _shows(search, equations, end))
+        text = script(equations, wanted[0], given, search.options, shows)
     except UnwritableError as reason:
         note = str(reason)
 
@@ -228,38 +241,33 @@ def _described(search: _Search, equations: Sequence[Equation], end: Equation) ->
         return [known[variable] for variable in wanted]
 
     return Miscompiled(
-        compiled_error(equations, wanted, given, search.options),
-        str(jax.make_jaxpr(results)(*given.values())),
-        tuple(found),
-        helps,
-        useless,
-        text,
-        note,
+        error=compiled_error(equations, wanted, given, search.options),
+        jaxpr=str(jax.make_jaxpr(results)(*given.values())),
+        places=tuple(place for place in found if place),
+        helps=helps,
+        useless=useless,
+        script=text,
+        note=note,
     )
 
 
-def _shows(
-    search: _Search, equations: Sequence[Equation], end: Equation
-) -> Callable[[Mapping[Variable, Any]], bool]:
-    return lambda given: _is_wrong(search.error(equations, end.results, given))
-
-
 def _settings(
-    search: _Search, equations: Sequence[Equation], wanted: Sequence[Variable], given: Any
+    search: _Search, equations: Sequence[Equation], wanted: Sequence[Variable], given: Values
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the settings under which equations are right, and those under which they are not."""
-    found: dict[bool, list[str]] = {True: [], False: []}
+    right, wrong = [], []
     for setting in SETTINGS:
-        text = ", ".join(f"{name}={value}" for name, value in setting.items())
         options = {**search.options, **setting}
         try:
             error = compiled_error(equations, wanted, given, options)
         except jax.errors.JaxRuntimeError:
             # This version of XLA does not know the option, or cannot compile with it.
             continue
-        found[_is_wrong(error)].append(text)
+        text = ", ".join(f"{name}={value}" for name, value in setting.items())
+        (wrong if _is_wrong(error) else right).append(text)
     with jax.enable_x64(False):
         singles = {variable: in_single(value) for variable, value in given.items()}
         error = compiled_error(equations, wanted, singles, search.options, single=True)
-    found[_is_wrong(error, WRONG_IN_SINGLE)].append("jax_enable_x64=False")
-    return tuple(found[False]), tuple(found[True])
+    in_single_too = _is_wrong(error, WRONG_IN_SINGLE)
+    (wrong if in_single_too else right).append("jax_enable_x64=False")
+    return tuple(right), tuple(wrong)

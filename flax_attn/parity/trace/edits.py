@@ -50,7 +50,6 @@ EPSILON = 1e-3
 
 def drop(op: Operation) -> Iterator[Variant]:
     """Leave out an operation of one operand."""
-
     skipped = op.primitive in ("stop_gradient", "convert_element_type", "reshape")
     if op.kind != "f" or len(op.given) != 1 or skipped:
         return

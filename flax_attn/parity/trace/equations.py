@@ -91,15 +91,16 @@ class Flattened:
                 return np.asarray(atom.val, atom.aval.dtype)  # pyright: ignore
             return known[atom]
 
-        for eqn in jaxpr.eqns:
-            given = tuple(read(atom) for atom in eqn.invars)
-            inner = jaxprs.called(eqn)
+        for equation in jaxpr.eqns:
+            given = tuple(read(atom) for atom in equation.invars)
+            inner = jaxprs.called(equation)
+            # What only groups operations adds these in its place.
             if inner is not None:
                 results = self.add(inner, given)
             else:
-                results = [self.new() for _ in eqn.outvars]
-                self.equations.append(Equation(eqn, given, tuple(results)))
-            known.update(zip(eqn.outvars, results, strict=True))
+                results = [self.new() for _ in equation.outvars]
+                self.equations.append(Equation(equation, given, tuple(results)))
+            known.update(zip(equation.outvars, results, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
 
 
@@ -117,7 +118,8 @@ def evaluated(equations: Iterable[Equation], given: Values, single: bool = False
     known = dict(given)
     for equation in equations:
         operands = [x if isinstance(x, np.ndarray) else known[x] for x in equation.operands]
-        known.update(zip(equation.results, equation.bind(operands, single), strict=True))
+        results = equation.bind(operands, single)
+        known.update(zip(equation.results, results, strict=True))
     return known
 
 
@@ -126,7 +128,7 @@ def needed(equations: Sequence[Equation], wanted: Iterable[Variable]) -> list[Eq
     missing = set(wanted)
     kept = []
     for equation in reversed(equations):
-        if missing.intersection(equation.results):
+        if not missing.isdisjoint(equation.results):
             kept.append(equation)
             missing.update(equation.variables)
     return kept[::-1]
@@ -137,7 +139,8 @@ def inputs_of(equations: Sequence[Equation]) -> list[Variable]:
     defined: set[Variable] = set()
     found: dict[Variable, None] = {}
     for equation in equations:
-        found.update(dict.fromkeys(x for x in equation.variables if x not in defined))
+        used = [variable for variable in equation.variables if variable not in defined]
+        found.update(dict.fromkeys(used))
         defined.update(equation.results)
     return list(found)
 
