@@ -14,20 +14,27 @@ def in_order(alignment: Alignment) -> dict[Node, int]:
     """Return the quantities of nodes; what only rearranges numbers is another one than these."""
     found = dict(alignment.quantities)
     for node in alignment.flax_of:
-        if _rearranges(node, alignment.torch) and node in found:
-            del found[node]
-    for node, others in alignment.torch_of.items():
+        if _rearranges(node, alignment.torch):
+            found.pop(node)
+    for node in alignment.torch_of:
         if not _rearranges(node, alignment.flax):
             continue
-        same = [theirs for theirs in others if theirs.value.size == node.value.size]
-        same = [one for one in same if is_laid_out(alignment.value(node), one.value)]
+        same = _laid_out_like(alignment, node)
         if not same:
             del found[node]
             continue
-        moving = [one for one in same if _rearranges(one, alignment.torch)]
-        if moving:
-            found |= dict.fromkeys([node, *moving], moving[0].order)
+        # Both sides rearrange alike, which is a quantity of its own.
+        moving = [other for other in same if _rearranges(other, alignment.torch)]
+        for other in moving:
+            found[node] = found[other] = moving[0].order
     return found
+
+
+def _laid_out_like(alignment: Alignment, node: Node) -> list[Node]:
+    """Return the nodes of PyTorch that hold a value of JAX in a layout of its axes."""
+    value = alignment.value(node)
+    others = [other for other in alignment.torch_of[node] if other.value.size == value.size]
+    return [other for other in others if is_laid_out(value, other.value)]
 
 
 def _rearranges(node: Node, program: Program) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
 from itertools import islice
 
 import numpy as np
@@ -11,11 +10,12 @@ from flax_attn.parity.trace.align import Alignment, Repair
 from flax_attn.parity.trace.layouts import laid_out
 from flax_attn.parity.trace.numbers import same_array
 from flax_attn.parity.trace.program import Node
+from flax_attn.parity.trace.trials import Changed
 
 
 def with_repeats(
-    alignment: Alignment, repair: Repair, changed: dict[Node, np.ndarray]
-) -> tuple[dict[Node, np.ndarray], list[Node]]:
+    alignment: Alignment, repair: Repair, changed: Changed
+) -> tuple[Changed, list[Node]]:
     """Return the values that change when what is computed again is replaced as well.
 
     With them come the nodes that are replaced.
@@ -25,43 +25,55 @@ def with_repeats(
         repair: the replacement of one node.
         changed: the values that change by it alone.
     """
+    repeats = _on_line(alignment, repair)
+    if len(repeats) > 1:
+        changed = alignment.rerun(repeats)
+    steps = _of_steps(alignment, repair)
+    if steps:
+        every = alignment.rerun(steps)
+        fewer = len(alignment.wrong(every)) <= len(alignment.wrong(changed))
+        gained = _agreeing(alignment, every, steps)
+        if fewer and gained >= _agreeing(alignment, changed, steps):
+            return every, list(steps)
+    return changed, list(repeats)
+
+
+def _on_line(alignment: Alignment, repair: Repair) -> Changed:
+    """Return the values that repair what a line of source computes several times."""
     own = repair.flax
     current = alignment.value(own)
     repeats = {own: repair.value}
     for node in alignment.flax.nodes:
-        same = node.line == own.line and node.operation == own.operation
-        if node is own or not same:
+        if node.line != own.line or node.operation != own.operation:
             continue
-        value = alignment.value(node)
-        if value.shape == current.shape and np.array_equal(value, current):
+        if np.array_equal(alignment.value(node), current):
             repeats[node] = repair.value
-    if len(repeats) > 1:
-        changed = alignment.rerun(repeats)
-    steps = _of_steps(alignment, repair)
-    if not steps:
-        return changed, [*repeats]
-    every = alignment.rerun(steps)
-    fewer = len(alignment.wrong(every)) <= len(alignment.wrong(changed))
-    gained = [_agreeing(alignment, found, steps) for found in (changed, every)]
-    return (every, [*steps]) if fewer and gained[1] >= gained[0] else (changed, [*repeats])
+    return repeats
 
 
-def _of_steps(alignment: Alignment, repair: Repair) -> dict[Node, np.ndarray]:
+def _of_steps(alignment: Alignment, repair: Repair) -> Changed:
     """Return the values that repair every step of a scan alike; none if there is one step."""
     pairs = _other_steps(alignment, repair.flax, repair.torch)
-    layouts = laid_out(repair.torch.value, repair.flax.value.shape)
-    chosen = next((i for i, value in enumerate(layouts) if same_array(value, repair.value)), None)
+    chosen = _chosen_layout(repair)
     if not pairs or chosen is None:
         return {}
     steps = {repair.flax: repair.value}
     for flax, torch in pairs:
-        steps[flax] = next(islice(laid_out(torch.value, flax.value.shape), chosen, None))
+        layouts = laid_out(torch.value, flax.value.shape)
+        steps[flax] = next(islice(layouts, chosen, None))
     return steps
 
 
-def _agreeing(
-    alignment: Alignment, changed: Mapping[Node, np.ndarray], replaced: Collection[Node]
-) -> int:
+def _chosen_layout(repair: Repair) -> int | None:
+    """Return which of its layouts the value of PyTorch was replaced in."""
+    layouts = laid_out(repair.torch.value, repair.flax.value.shape)
+    for i, value in enumerate(layouts):
+        if same_array(value, repair.value):
+            return i
+    return None
+
+
+def _agreeing(alignment: Alignment, changed: Changed, replaced: Changed) -> int:
     """Return how many values of PyTorch agree with changed ones that were not replaced."""
     found: set[Node] = set()
     for node, value in changed.items():
@@ -74,24 +86,27 @@ def _other_steps(alignment: Alignment, flax: Node, torch: Node) -> list[tuple[No
     """Return what two nodes are in the other steps of a scan and of the loop in PyTorch."""
     if flax.equation is None:
         return []
-    index = flax.parameters.get("result")
-    ours = [
-        node
-        for node in alignment.flax.nodes
-        if node.equation is flax.equation and node.parameters.get("result") == index
-    ]
+    ours = [node for node in alignment.flax.nodes if _is_step(node, flax)]
     theirs = [node for node in alignment.torch.nodes if _is_alike(node, torch)]
+    # A step of the loop may do what a step of the scan does once several times.
     each, left = divmod(len(theirs), len(ours))
     if len(ours) == 1 or left or not each:
         return []
-    step, place = divmod(theirs.index(torch), each)
+    steps = theirs[theirs.index(torch) % each :: each]
+    own = ours.index(flax)
     # A scan may run from the end.
-    mirrored = ours.index(flax) != step
-    if mirrored and ours.index(flax) != len(ours) - 1 - step:
+    if steps[own] is not torch:
+        steps.reverse()
+    if steps[own] is not torch:
         return []
-    steps = theirs[place::each]
-    pairs = zip(ours, reversed(steps) if mirrored else steps, strict=True)
+    pairs = zip(ours, steps, strict=True)
     return [(one, other) for one, other in pairs if one is not flax]
+
+
+def _is_step(node: Node, other: Node) -> bool:
+    """Whether two nodes are the same result of one operation of a scan."""
+    same = node.parameters.get("result") == other.parameters.get("result")
+    return same and node.equation is other.equation
 
 
 def _is_alike(node: Node, other: Node) -> bool:

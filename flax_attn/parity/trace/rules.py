@@ -22,6 +22,8 @@ from flax_attn.parity.trace.patterns import LAYOUT
 from flax_attn.parity.trace.placing_rules import PLACING
 from flax_attn.parity.trace.program import Node
 
+# An operation in normal form, of a node and the expressions of its operands.
+Rule = Callable[[Node, list[Expression]], Expression]
 # Arrays of one number, whatever they take their shape from.
 FILLED = ("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full")
 SWAPPED = {"gt": "lt", "ge": "le"}
@@ -32,8 +34,8 @@ def _settings(node: Node) -> tuple[Any, ...]:
     found = []
     for name, value in sorted(node.parameters.items()):
         if name in ("axes", "axis") and node.operands:
-            found.append(("over", sizes_over(node, value)))
-        elif value is not None:
+            name, value = "over", sizes_over(node, value)
+        if value is not None:
             found.append((name, value))
     return tuple(found)
 
@@ -46,29 +48,25 @@ def sizes_over(node: Node, axes: Any) -> tuple[int, ...]:
     return tuple(sorted(shape[axis] for axis in axes)) if shape else ()
 
 
-Rule = Callable[[Node, list[Expression]], Expression]
-
-
 def _first(node: Node, x: list[Expression]) -> Expression:
     return x[0]
 
 
-def _add(node: Node, x: list[Expression]) -> Expression:
-    second = product([(x[1], 1.0), (x[2], 1.0)]) if len(x) > 2 else x[1]
-    return total([(1.0, x[0]), (1.0, second)], node)
+def _signed(sign: float) -> Rule:
+    """Return the rule of a sum whose second operand has a sign, and a factor where there is one."""
+
+    def rule(node: Node, x: list[Expression]) -> Expression:
+        first, second, *factors = x
+        for factor in factors:
+            second = product([(second, 1.0), (factor, 1.0)])
+        return total([(1.0, first), (sign, second)], node)
+
+    return rule
 
 
-def _sub(node: Node, x: list[Expression]) -> Expression:
-    second = product([(x[1], 1.0), (x[2], 1.0)]) if len(x) > 2 else x[1]
-    return total([(1.0, x[0]), (-1.0, second)], node)
-
-
-def _mul(node: Node, x: list[Expression]) -> Expression:
-    return product([(x[0], 1.0), (x[1], 1.0)], node)
-
-
-def _div(node: Node, x: list[Expression]) -> Expression:
-    return product([(x[0], 1.0), (x[1], -1.0)], node)
+def _times(power: float) -> Rule:
+    """Return the rule of a product whose second operand has a power."""
+    return lambda node, x: product([(x[0], 1.0), (x[1], power)], node)
 
 
 def _power_of(exponent: float) -> Rule:
@@ -79,26 +77,32 @@ def _pow(node: Node, x: list[Expression]) -> Expression:
     exponent = node.parameters.get("exponent")
     if exponent is None:
         exponent = x[1].number
-    if exponent is None:
-        factor, rest = split(x[1])
-        if factor < 0:
-            inverse = Expression("pow", (x[0], scaled(-factor, rest)), (), node)
-            return product([(inverse, -1.0)], node)
-        return Expression("pow", tuple(x), (), node)
-    return product([(x[0], float(exponent))], node)
+    if exponent is not None:
+        return product([(x[0], float(exponent))], node)
+    # A power of what is negative is one over a power.
+    factor, rest = split(x[1])
+    if factor < 0:
+        inverse = Expression("pow", (x[0], scaled(-factor, rest)), (), node)
+        return product([(inverse, -1.0)], node)
+    return Expression("pow", tuple(x), (), node)
+
+
+def _over_axes(operation: str, operand: Expression, node: Node) -> Expression:
+    sizes = sizes_over(node, node.parameters["axes"])
+    return Expression(operation, (operand,), (sizes,), node)
 
 
 def _sum(node: Node, x: list[Expression]) -> Expression:
     factor, inner = split(x[0])
-    sizes = sizes_over(node, node.parameters["axes"])
-    return scaled(factor, Expression("sum_over", (inner,), (sizes,), node), node)
+    summed = _over_axes("sum_over", inner, node)
+    return scaled(factor, summed, node)
 
 
 def _vector_norm(node: Node, x: list[Expression]) -> Expression:
     if node.parameters.get("ord", 2) != 2 or "axes" not in node.parameters:
         return contained(node, x)
     squares = product([(x[0], 2.0)])
-    summed = Expression("sum_over", (squares,), (sizes_over(node, node.parameters["axes"]),), node)
+    summed = _over_axes("sum_over", squares, node)
     return product([(summed, 0.5)], node)
 
 
@@ -108,7 +112,7 @@ def _mean(node: Node, x: list[Expression]) -> Expression:
 
 
 def _amax(node: Node, x: list[Expression]) -> Expression:
-    return Expression("amax", (x[0],), (sizes_over(node, node.parameters["axes"]),), node)
+    return _over_axes("amax", x[0], node)
 
 
 def _max(node: Node, x: list[Expression]) -> Expression:
@@ -116,14 +120,17 @@ def _max(node: Node, x: list[Expression]) -> Expression:
     if -np.inf in numbers:
         return x[1 - numbers.index(-np.inf)]
     if 0.0 in numbers:
-        return Expression("relu", (x[1 - numbers.index(0.0)],), (), node)
+        other = x[1 - numbers.index(0.0)]
+        return Expression("relu", (other,), (), node)
     return Expression("max", tuple(sorted(x, key=order)), (), node)
 
 
 def _erf(node: Node, x: list[Expression]) -> Expression:
+    # An odd function: a sign within it is one before it.
     factor, _ = split(x[0])
     sign = -1.0 if factor < 0 else 1.0
-    return scaled(sign, Expression("erf", (scaled(sign, x[0]),), (), node), node)
+    positive = Expression("erf", (scaled(sign, x[0]),), (), node)
+    return scaled(sign, positive, node)
 
 
 def _erfc(node: Node, x: list[Expression]) -> Expression:
@@ -131,16 +138,17 @@ def _erfc(node: Node, x: list[Expression]) -> Expression:
 
 
 def _dot(node: Node, x: list[Expression]) -> Expression:
-    left, right = split(x[0]), split(x[1])
-    inner = tuple(sorted((left[1], right[1]), key=order))
-    return scaled(left[0] * right[0], Expression("dot", inner, (), node), node)
+    (left, first), (right, second) = map(split, x[:2])
+    inner = sorted((first, second), key=order)
+    return scaled(left * right, Expression("dot", tuple(inner), (), node), node)
 
 
 def _where(node: Node, x: list[Expression]) -> Expression:
+    condition, first, second = x[:3]
     # JAX has the case for False first.
     if node.parameters.get("false_first"):
-        return _chosen(node, x[0], (x[2], x[1]))
-    return _chosen(node, x[0], (x[1], x[2]))
+        first, second = second, first
+    return _chosen(node, condition, first, second)
 
 
 def _added(node: Node, x: list[Expression]) -> Expression:
@@ -152,25 +160,29 @@ def _scattered(node: Node, x: list[Expression]) -> Expression:
 
 
 def _masked(node: Node, x: list[Expression]) -> Expression:
-    return _chosen(node, x[1], (x[2], x[0]))
+    return _chosen(node, x[1], x[2], x[0])
 
 
-def _chosen(node: Node, condition: Expression, cases: tuple[Expression, Expression]) -> Expression:
+def _chosen(node: Node, condition: Expression, first: Expression, second: Expression) -> Expression:
     """Return the first case where a condition holds, and the second elsewhere."""
     if condition.operation == "not":
-        condition, cases = condition.operands[0], (cases[1], cases[0])
+        (condition,) = condition.operands
+        first, second = second, first
     if condition.number is not None:
-        return cases[0] if condition.number else cases[1]
-    numbers = cases[0].number, cases[1].number
-    if node.value.dtype == bool and numbers == (1.0, 0.0):
+        return first if condition.number else second
+    numbers = first.number, second.number
+    is_mask = node.value.dtype == bool
+    if is_mask and numbers == (1.0, 0.0):
         return condition
-    if node.value.dtype == bool and numbers == (0.0, 1.0):
+    if is_mask and numbers == (0.0, 1.0):
         return Expression("not", (condition,), (), node)
-    return Expression("where", (condition, *cases), (), node)
+    return Expression("where", (condition, first, second), (), node)
 
 
 def _filled(node: Node, x: list[Expression]) -> Expression:
-    return number(float(node.value.flat[0]), node) if node.value.size else contained(node, x)
+    if not node.value.size:
+        return contained(node, x)
+    return number(float(node.value.flat[0]), node)
 
 
 def contained(node: Node, x: list[Expression]) -> Expression:
@@ -179,22 +191,26 @@ def contained(node: Node, x: list[Expression]) -> Expression:
 
 
 def _not(node: Node, x: list[Expression]) -> Expression:
-    return x[0].operands[0] if x[0].operation == "not" else Expression("not", (x[0],), (), node)
+    if x[0].operation == "not":
+        return x[0].operands[0]
+    return Expression("not", (x[0],), (), node)
 
 
 def _cast(node: Node, x: list[Expression]) -> Expression:
     dtype = str(node.parameters.get("dtype"))
-    wider = dtype == "float64" or not node.operands[0].floating
-    return x[0] if wider else Expression("cast", (x[0],), (dtype,), node)
+    # What loses no digits is no operation.
+    if dtype == "float64" or not node.operands[0].floating:
+        return x[0]
+    return Expression("cast", (x[0],), (dtype,), node)
 
 
 RULES: dict[str, Rule] = {
     **dict.fromkeys(LAYOUT, _first),
-    "add": _add,
-    "add_any": _add,
-    "sub": _sub,
-    "mul": _mul,
-    "div": _div,
+    "add": _signed(1.0),
+    "add_any": _signed(1.0),
+    "sub": _signed(-1.0),
+    "mul": _times(1.0),
+    "div": _times(-1.0),
     "neg": lambda node, x: total([(-1.0, x[0])], node),
     "square": _power_of(2.0),
     "sqrt": _power_of(0.5),

@@ -12,8 +12,6 @@ from dataclasses import dataclass, replace
 from itertools import chain, islice
 from operator import itemgetter
 
-import numpy as np
-
 from flax_attn.parity.adapters.adapter import Arrays
 from flax_attn.parity.trace.align import Alignment, Repair, cone
 from flax_attn.parity.trace.candidates import candidates
@@ -21,7 +19,7 @@ from flax_attn.parity.trace.explain import explain
 from flax_attn.parity.trace.hypothesis import Hypothesis, grouped_by_kind
 from flax_attn.parity.trace.program import Node, Program
 from flax_attn.parity.trace.repeats import with_repeats
-from flax_attn.parity.trace.trials import tried
+from flax_attn.parity.trace.trials import Changed, Tried, tried
 
 # The first replacements that are tried, after which all runs again.
 NEAREST = 40
@@ -40,7 +38,7 @@ VAGUE = ("expression", "layout", "operation", "operand")
 
 
 # A replacement, the values that change by it, and the nodes that are replaced with it.
-Made = tuple[Repair, dict[Node, np.ndarray], list[Node]]
+Made = tuple[Repair, Changed, list[Node]]
 
 
 @dataclass(frozen=True)
@@ -70,13 +68,14 @@ def search(flax: Program, torch: Program, expected: Arrays | None = None) -> Sea
         torch: run of PyTorch, with outputs of the same names.
         expected: the right outputs of JAX; None are those of PyTorch.
     """
-    right = {name: node.value for name, node in torch.outputs.items()}
-    alignment = Alignment(flax, torch, right if expected is None else expected)
+    if expected is None:
+        expected = {name: node.value for name, node in torch.outputs.items()}
+    alignment = Alignment(flax, torch, expected)
     found = _searched(alignment)
-    if found.hypotheses and all(one.parameter not in VAGUE for one in found.hypotheses):
-        return found
+    vague = any(one.parameter in VAGUE for one in found.hypotheses)
+    unexplained = found.wrong and not found.hypotheses
     # What differs at many places is no matter of one order.
-    if len(found.hypotheses) > FEW or not (found.hypotheses or found.wrong):
+    if len(found.hypotheses) > FEW or not (vague or unexplained):
         return found
     ordered = _searched(replace(alignment, ordered=True))
     few = 0 < len(ordered.hypotheses) <= FEW
@@ -93,8 +92,7 @@ def _searched(alignment: Alignment) -> Search:
     first = alignment
     found: list[tuple[int, list[Hypothesis]]] = []
     while len(found) < MADE:
-        wrong = alignment.wrong()
-        made = _next_repair(alignment, wrong) if wrong else None
+        made = _next_repair(alignment)
         if made is None:
             break
         repair, changed, replaced = made
@@ -123,9 +121,7 @@ def _explained_alone(
 
     What makes most values agree may do so by chance, where it is given what another one should be.
     """
-    wrong = alignment.wrong()
-    ours = cone([alignment.flax.outputs[name] for name in wrong], alignment.torch_of)
-    theirs = cone([alignment.torch.outputs[name] for name in wrong], alignment.flax_of)
+    ours, theirs = _unmatched(alignment, alignment.wrong())
     missing = set(theirs)
     # What agrees with something that is computed from a wrong value does so by chance.
     by_chance = _computed_from(set(ours), alignment.flax_of)
@@ -135,14 +131,25 @@ def _explained_alone(
         found = tried(alignment, flax, torch, missing)
         if found is None or not found.complete:
             continue
-        repair = Repair(flax, torch, alignment, found.changed[flax])
-        hypotheses = grouped_by_kind(explain(repair))
-        told = all(one.parameter not in ("expression", "layout") for one in hypotheses)
-        shorter = _length(hypotheses) < _length(several)
-        fewer = shorter and len(hypotheses) <= max(1, len(several) - 1)
-        if told and fewer:
+        hypotheses = grouped_by_kind(explain(found.repair))
+        if _says_more(hypotheses, several):
             return hypotheses, alignment.with_changed(found.changed)
     return None
+
+
+def _says_more(alone: Sequence[Hypothesis], several: Sequence[Hypothesis]) -> bool:
+    """Whether hypotheses name what differs, in fewer and shorter words than others."""
+    named = all(one.parameter not in ("expression", "layout") for one in alone)
+    shorter = _length(alone) < _length(several)
+    return named and shorter and len(alone) <= max(1, len(several) - 1)
+
+
+def _unmatched(alignment: Alignment, wrong: Sequence[str]) -> tuple[list[Node], list[Node]]:
+    """Return the nodes of both sides that lead to wrong outputs and that one side alone has."""
+    here, there = alignment.flax.outputs, alignment.torch.outputs
+    ours = cone([here[name] for name in wrong], alignment.torch_of)
+    theirs = cone([there[name] for name in wrong], alignment.flax_of)
+    return ours, theirs
 
 
 def _computed_from(wrong: set[Node], matched: Mapping[Node, Sequence[Node]]) -> list[Node]:
@@ -154,35 +161,47 @@ def _computed_from(wrong: set[Node], matched: Mapping[Node, Sequence[Node]]) -> 
     return sorted(found, key=lambda node: node.order)
 
 
-def _next_repair(alignment: Alignment, wrong: Sequence[str]) -> Made | None:
+def _next_repair(alignment: Alignment) -> Made | None:
     """Return the replacement after which most values agree, with the values that it changes."""
-    ours = cone([alignment.flax.outputs[name] for name in wrong], alignment.torch_of)
-    theirs = cone([alignment.torch.outputs[name] for name in wrong], alignment.flax_of)
-    best: Made | None = None
-    most = passed = 0
-    certain = False
-    left = TRIED
+    wrong = alignment.wrong()
+    best = _best_trial(alignment, wrong) if wrong else None
+    if best is None:
+        return _output_repair(alignment, wrong)
+    repair, changed = best.repair, best.changed
+    if not best.certain:
+        return repair, changed, [repair.flax]
+    return repair, *with_repeats(alignment, repair, changed)
+
+
+def _best_trial(alignment: Alignment, wrong: Sequence[str]) -> Tried | None:
+    ours, theirs = _unmatched(alignment, wrong)
     missing = set(theirs)
+    best: Tried | None = None
+    passed, left = 0, TRIED
     for i, (flax, torch) in enumerate(candidates(alignment, ours, theirs)):
         left -= 1
-        found = tried(alignment, flax, torch, missing, i < NEAREST) if left else None
         if not left or passed == COMPARED:
             break
+        found = tried(alignment, flax, torch, missing, whole=i < NEAREST)
         if found is None:
             continue
-        repair = Repair(flax, torch, alignment, found.changed[flax])
-        if found.complete and not certain:
-            return repair, *with_repeats(alignment, repair, found.changed)
+        if found.complete and not (best and best.certain):
+            return found
         passed += 1
-        # A few values agree by chance, where the same value in another's place makes more agree.
-        same = best is None or flax is best[0].flax or torch is best[0].torch
-        if (found.certain, found.gain) > (certain, most) and (same or not certain):
-            changed, replaced = found.changed, [flax]
-            if found.certain:
-                left = min(left, LOOKED_ON)
-                changed, replaced = with_repeats(alignment, repair, changed)
-            best, most, certain = (repair, changed, replaced), found.gain, found.certain
-    return best or _output_repair(alignment, wrong)
+        if _is_better(found, best):
+            best = found
+            left = min(left, LOOKED_ON) if found.certain else left
+    return best
+
+
+def _is_better(found: Tried, best: Tried | None) -> bool:
+    if best is None:
+        return True
+    more = (found.certain, found.gain) > (best.certain, best.gain)
+    # A few values agree by chance, where the same value in another's place makes more agree.
+    one, other = found.repair, best.repair
+    same = one.flax is other.flax or one.torch is other.torch
+    return more and (same or not best.certain)
 
 
 def _output_repair(alignment: Alignment, wrong: Sequence[str]) -> Made | None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
-from flax_attn.parity.trace.align import Alignment
+from flax_attn.parity.trace.align import Alignment, Repair, Values
 from flax_attn.parity.trace.candidates import SKIPPED, beyond_layout
 from flax_attn.parity.trace.layouts import laid_out
 from flax_attn.parity.trace.numbers import same_array
@@ -19,6 +19,8 @@ NEXT = 16
 ELEMENTWISE = 8
 # Values that agree after a replacement by chance are fewer.
 SURE = 3
+# Values of JAX that change where some are replaced, those included.
+Changed = dict[Node, np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -26,14 +28,16 @@ class Tried:
     """What a replacement makes agree.
 
     Args:
+        repair: the replacement.
         gain: how many of the missing values.
         changed: values of JAX that change.
         certain: whether the nodes are certainly the same quantity.
         complete: whether all outputs agree.
     """
 
+    repair: Repair
     gain: int
-    changed: dict[Node, np.ndarray]
+    changed: Changed
     certain: bool
     complete: bool
 
@@ -50,13 +54,15 @@ def tried(
         missing: nodes of PyTorch that JAX does not have.
         whole: whether all runs again, though nothing agrees soon after the node.
     """
-    users = len(list(beyond_layout(flax, alignment.flax.users)))
-    is_output = any(flax is node for node in alignment.flax.outputs.values())
+    users = list(beyond_layout(flax, alignment.flax.users))
+    # What is taken apart step by step, as by a scan, is computed with after each step is taken.
+    few = NEXT * len(users)
+    whole = whole or flax in alignment.flax.outputs.values()
     for value in _layouts(alignment, flax, torch):
-        # What is taken apart step by step, as by a scan, is computed with after each step is taken.
-        near = alignment.rerun({flax: value}, NEXT * users)
-        if not (is_output or whole) and not _agreeing(alignment, near, flax, missing):
-            continue
+        if not whole:
+            near = alignment.rerun({flax: value}, few)
+            if not _agreeing(alignment, near, flax, missing):
+                continue
         changed = alignment.rerun({flax: value})
         if _breaks(alignment, flax, changed):
             continue
@@ -65,45 +71,56 @@ def tried(
         complete = not alignment.wrong(changed)
         if gain or complete:
             together = gain > 1 and _is_certain(alignment, changed, agreeing)
-            return Tried(gain, changed, complete or gain >= SURE or together, complete)
+            certain = complete or gain >= SURE or together
+            repair = Repair(flax, torch, alignment, value)
+            return Tried(repair, gain, changed, certain, complete)
     return None
 
 
-def _breaks(alignment: Alignment, flax: Node, changed: Mapping[Node, np.ndarray]) -> bool:
+def _breaks(alignment: Alignment, flax: Node, changed: Values) -> bool:
     """Whether something agrees that is computed with a value that both have, and no longer does."""
     if flax not in alignment.torch_of:
         return False
     for user in beyond_layout(flax, alignment.flax.users):
-        agrees = user in alignment.torch_of and alignment.numbers(user).telling
-        if agrees and user in changed and not alignment.matches_array(changed[user]):
+        agreed = user in alignment.torch_of and alignment.numbers(user).telling
+        if agreed and user in changed and not alignment.matches_array(changed[user]):
             return True
     return False
 
 
 def _layouts(alignment: Alignment, flax: Node, torch: Node) -> Iterator[np.ndarray]:
-    """Yield the value of a node of PyTorch in the layouts that that of JAX may have.
+    """Yield the value of a node of PyTorch in the layouts that that of JAX may have."""
+    shape = flax.value.shape
+    if _keeps_layout(alignment, flax, torch.value.shape):
+        yield torch.value.reshape(shape)
+    else:
+        yield from laid_out(torch.value, shape)
 
-    An operation of each element by itself keeps the layout of what it is computed from.
+
+def _keeps_layout(alignment: Alignment, flax: Node, there: tuple[int, ...]) -> bool:
+    """Whether a node is computed element by element from what has one layout on both sides.
+
+    Args:
+        alignment: values that both runs have.
+        flax: node of JAX.
+        there: shape of its counterpart in PyTorch, and of what that is computed from.
     """
     waiting = [flax]
     for _ in range(ELEMENTWISE):
         if not waiting:
             break
-        for ours in waiting.pop(0).operands:
-            if ours.value.shape != flax.value.shape:
-                continue
-            for theirs in alignment.torch_of.get(ours, ()):
-                same = theirs.value.shape == torch.value.shape
-                if same and same_array(alignment.value(ours), theirs.value):
-                    yield torch.value.reshape(flax.value.shape)
-                    return
-            waiting.append(ours)
-    yield from laid_out(torch.value, flax.value.shape)
+        operands = waiting.pop(0).operands
+        inner = [one for one in operands if one.value.shape == flax.value.shape]
+        for ours in inner:
+            value = alignment.value(ours)
+            others = [theirs.value for theirs in alignment.torch_of.get(ours, ())]
+            if any(other.shape == there and same_array(value, other) for other in others):
+                return True
+        waiting += inner
+    return False
 
 
-def _is_certain(
-    alignment: Alignment, changed: Mapping[Node, np.ndarray], agreeing: Iterable[Node]
-) -> bool:
+def _is_certain(alignment: Alignment, changed: Values, agreeing: Iterable[Node]) -> bool:
     """Whether what agrees is computed with other values as well, not of the replaced one alone."""
     for node in agreeing:
         others = [x for x in node.operands if x not in changed and x in alignment.torch_of]
@@ -113,19 +130,23 @@ def _is_certain(
 
 
 def _agreeing(
-    alignment: Alignment, changed: Mapping[Node, np.ndarray], given: Node, missing: set[Node]
+    alignment: Alignment, changed: Values, given: Node, missing: set[Node]
 ) -> dict[Node, set[Node]]:
     """Return the missing nodes of PyTorch that each changed value agrees with, if there are any."""
     found: dict[Node, set[Node]] = {}
     for node, value in changed.items():
         # What has the numbers of the replaced value agrees whatever this is.
-        moves = node.operation in SKIPPED or any(
-            operand in changed and np.array_equal(changed[operand], value)
-            for operand in node.operands
-        )
-        if node is given or moves:
+        if node is given or _moves(node, changed):
             continue
         matched = missing.intersection(alignment.matches_array(value))
         if matched:
             found[node] = matched
     return found
+
+
+def _moves(node: Node, changed: Values) -> bool:
+    """Whether a node has the numbers of an operand that changes."""
+    if node.operation in SKIPPED:
+        return True
+    operands = [changed[operand] for operand in node.operands if operand in changed]
+    return any(np.array_equal(operand, changed[node]) for operand in operands)
