@@ -60,9 +60,12 @@ class Alignment:
 
     @cached_property
     def _index(self) -> tuple[np.ndarray, list[Node]]:
+        """The PyTorch nodes whose numbers tell what they are, by size, and their sizes."""
+        # Sorted, so that those of one size are found by bisection.
         telling = [node for node in self.torch.nodes if self.numbers(node).telling]
         telling.sort(key=lambda node: self.numbers(node).scale)
-        return np.array([self.numbers(node).scale for node in telling]), telling
+        scales = [self.numbers(node).scale for node in telling]
+        return np.array(scales), telling
 
     @cached_property
     def _exact(self) -> dict[bytes, list[Node]]:
@@ -104,6 +107,7 @@ class Alignment:
         own = self.numbers(node)
         if own.telling:
             return self._telling(own)
+        # Few numbers are equal by chance in some order: only the same array is the same quantity.
         return self._exact.get(_bytes(own.array), [])
 
     def matches_array(self, value: np.ndarray) -> list[Node]:
@@ -114,13 +118,15 @@ class Alignment:
         scales, nodes = self._index
         low = np.searchsorted(scales, own.scale * (1 - CLOSE))
         high = np.searchsorted(scales, own.scale * (1 + CLOSE), side="right")
+        near = nodes[low:high]
         # Most values are none of the other side's by their size alone.
-        if low == high or not own.telling:
+        if not near or not own.telling:
             return []
-        found = [node for node in nodes[low:high] if own.equals(self.numbers(node))]
+        found = [node for node in near if own.equals(self.numbers(node))]
         if self.ordered:
             found = [node for node in found if is_laid_out(own.array, node.value)]
-        return sorted(found, key=lambda node: node.order)
+        found.sort(key=lambda node: node.order)
+        return found
 
     def rerun(
         self, replaced: Values, most: int | None = None, until: Node | None = None
@@ -146,9 +152,11 @@ class Alignment:
         """
         values = {**self.changed, **changed}
         other = replace(self, changed=values, fixed=self.fixed.union(fixed))
-        other._numbers = {node: own for node, own in self._numbers.items() if node not in changed}
         # PyTorch's values stay, and so do the matches of what does not change.
-        other.kept, other._index, other._exact = self.kept, self._index, self._exact
+        other._index = self._index
+        other._exact = self._exact
+        other.kept = self.kept
+        other._numbers = {node: own for node, own in self._numbers.items() if node not in changed}
         known = self.torch_of
         torch_of = {}
         for node in self.flax.nodes:
@@ -190,7 +198,8 @@ def cone(outputs: Iterable[Node], matched: Mapping[Node, Sequence[Node]]) -> lis
     waiting = list(outputs)
     while waiting:
         node = waiting.pop()
-        if node not in matched and node not in found:
-            found.add(node)
-            waiting += node.operands
+        if node in matched or node in found:
+            continue
+        found.add(node)
+        waiting += node.operands
     return sorted(found, key=lambda node: node.order)

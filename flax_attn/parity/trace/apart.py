@@ -95,10 +95,12 @@ def rounded_by(ours: np.ndarray, theirs: np.ndarray) -> float:
     # What is hidden is -inf, which no rounding makes or takes away.
     if not np.array_equal(ours[hidden], theirs[hidden], equal_nan=True):
         return 0.0
-    here, there = ours[finite], theirs[finite]
-    error = np.abs(here - there).max(initial=0.0)
-    scale = np.abs(there).max(initial=0.0)
-    return float(error / scale) if 0 < error <= ROUNDED * scale else 0.0
+    apart = np.abs(ours[finite] - theirs[finite])
+    sizes = np.abs(theirs[finite])
+    error, scale = apart.max(initial=0.0), sizes.max(initial=0.0)
+    if error == 0 or error > ROUNDED * scale:
+        return 0.0
+    return float(error / scale)
 
 
 def layouts_of(gap: Gap) -> Iterator[np.ndarray]:

@@ -83,12 +83,14 @@ class Builder:
 
     def _of(self, node: Node) -> Expression:
         if node.operation in ("source", "constant"):
-            return Expression(node.operation, (), (node.name or _contents(node.value),), node)
+            content = node.name or _contents(node.value)
+            return Expression(node.operation, (), (content,), node)
         for name, sum_of in (("logsumexp", logsumexp_of), ("softmax", softmax_of)):
             summed = sum_of(node)
             if summed is not None:
+                inner = self(exponent(summed))
                 sizes = sizes_over(summed, summed.parameters["axes"])
-                return Expression(name, (self(exponent(summed)),), (sizes,), summed)
+                return Expression(name, (inner,), (sizes,), summed)
         operands = [self(operand) for operand in node.operands]
         _tell_apart(node, operands)
         # A choice that chooses one side everywhere is that side.
@@ -99,7 +101,8 @@ class Builder:
         if node.operation in RULES:
             return RULES[node.operation](node, operands)
         if node.operation in SWAPPED:
-            return Expression(SWAPPED[node.operation], tuple(reversed(operands)), (), node)
+            swapped = tuple(reversed(operands))
+            return Expression(SWAPPED[node.operation], swapped, (), node)
         return contained(node, operands)
 
 
@@ -132,11 +135,12 @@ def _moved(node: Node, operands: Sequence[Expression]) -> bool:
     other, second = split(operands[1])
     if first != second or operands[0].number is not None:
         return False
-    ours, theirs = node.operands[0].value, node.operands[1].value
+    ours, theirs = [operand.value for operand in node.operands[:2]]
     if ours.shape != theirs.shape:
         return True
     # The same array, perhaps times a number.
-    return not np.allclose(ours * (other / own), theirs, rtol=1e-9, atol=1e-300)
+    expected = ours * (other / own)
+    return not np.allclose(expected, theirs, rtol=1e-9, atol=1e-300)
 
 
 def _coincide(operands: Sequence[Expression]) -> bool:

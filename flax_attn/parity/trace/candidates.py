@@ -142,15 +142,15 @@ def _is_in_softmax(node: Node, users: Users) -> bool:
     after = list(beyond_layout(node, users))
     if node.operation == "exp":
         sums = [user for user in after if user.operation == "sum"]
-        others = [user for user in after if user.operation not in ("sum", "div")]
-        return len(sums) == 1 and not others and _is_in_softmax(sums[0], users)
+        is_whole = all(user.operation in ("sum", "div") for user in after)
+        return len(sums) == 1 and is_whole and _is_in_softmax(sums[0], users)
     if node.operation == "sum":
-        return bool(after) and all(_ends_sum(user) for user in after)
+        return bool(after) and all(map(_ends_sum, after))
     if node.operation == "log":
         return summed_in(node) is not None and any(map(logsumexp_of, after))
-    if node.operation != "sub" or not is_shift(node.operands[1], users):
-        return False
-    return all(_is_in_softmax(user, users) for user in after)
+    if node.operation == "sub" and is_shift(node.operands[1], users):
+        return all(_is_in_softmax(user, users) for user in after)
+    return False
 
 
 def _ends_sum(user: Node) -> bool:

@@ -13,29 +13,37 @@ def same_cases(flax: Expression, torch: Expression) -> Expression:
         return torch
     _, our_first, our_second = flax.operands
     condition, first, second = torch.operands
-    # What the other choice is may differ, as scores may beside the number that hides them.
     crossed = (our_first, second), (our_second, first)
-    equal = [one.number for one, other in crossed if one == other]
-    same_number = any(value is not None for value in equal)
+    equal = [one for one, other in crossed if one == other]
+    # What the other choice is may differ, as scores may beside the number that hides them.
+    same_number = any(one.number is not None for one in equal)
     if first == second or not (same_number or len(equal) == 2):
         return torch
+    opposite = _opposite(condition, torch.origin)
+    return Expression("where", (opposite, second, first), torch.settings, torch.origin)
+
+
+def _opposite(condition: Expression, choice: Node | None) -> Expression:
+    """Return the opposite of the condition of a choice."""
+    if condition.operation == "not":
+        return condition.operands[0]
     made = condition.origin
     if made is not None and made.value.dtype == bool:
-        place = made.place if torch.origin is None else torch.origin.place
+        # Its line is where the choice is made: no line computes the opposite.
+        place = made.place if choice is None else choice.place
         made = Node("not", (made,), ~made.value, place=place)
-    opposite = Expression("not", (condition,), (), made)
-    if condition.operation == "not":
-        opposite = condition.operands[0]
-    return Expression("where", (opposite, second, first), torch.settings, torch.origin)
+    return Expression("not", (condition,), (), made)
 
 
 def hidden_by_a_term(choice: Expression) -> Expression | None:
     """Return `where(hidden, -inf, scores)` as `scores + where(hidden, -inf, 0)`."""
     condition, *cases = choice.operands
     for i, case in enumerate(cases):
-        if case.number is not None and case.number <= -HIDING:
-            shown = cases[1 - i]
-            cases[1 - i] = number(0.0)
-            term = Expression("where", (condition, *cases), (), choice.origin)
-            return total([(1.0, shown), (1.0, term)], choice.origin)
+        hides = case.number is not None and case.number <= -HIDING
+        if not hides:
+            continue
+        shown = cases[1 - i]
+        cases[1 - i] = number(0.0)
+        term = Expression("where", (condition, *cases), (), choice.origin)
+        return total([(1.0, shown), (1.0, term)], choice.origin)
     return None

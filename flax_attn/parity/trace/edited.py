@@ -23,6 +23,7 @@ CALLED = "called"
 BODIES = {"scan": "jaxpr", "while": "body_jaxpr", "cond": "branches"}
 # Equation and inner program, from the outermost inwards.
 Path = tuple[tuple[int, int], ...]
+Found = tuple[Path, Operation, Place]
 
 
 @dataclass(frozen=True)
@@ -70,13 +71,14 @@ class Trace:
     @cached_property
     def operations(self) -> dict[OperationName, tuple[Path, Operation]]:
         """The operations of a line of the user's."""
-        found: dict[OperationName, tuple[Path, Operation]] = {}
+        found = {}
         counts: Counter[tuple[str, Place]] = Counter()
         for path, operation, place in _walk(self.closed.jaxpr, (), Scope(), False):
-            here = operation.primitive, place
-            key = OperationName(operation.primitive, place, counts[here])
-            counts[here] += 1
-            found[key] = path, operation
+            primitive = operation.primitive
+            # A line may hold several operations of one name.
+            ordinal = counts[primitive, place]
+            counts[primitive, place] += 1
+            found[OperationName(primitive, place, ordinal)] = path, operation
         return found
 
     def edits(self) -> Iterator[Edit]:
@@ -130,17 +132,15 @@ def _inner(equation: Any) -> Sequence[Any]:
     return []
 
 
-def _walk(
-    jaxpr: Any, path: Path, outer: Scope, called: bool
-) -> Iterator[tuple[Path, Operation, Place]]:
+def _walk(jaxpr: Any, path: Path, outer: Scope, called: bool) -> Iterator[Found]:
+    """Yield the operations of the user's lines, and inside of what can be edited."""
     makers = {}
     for i, equation in enumerate(jaxpr.eqns):
         makers |= dict.fromkeys(equation.outvars, equation)
         inside = called or CALLED in str(equation.source_info.name_stack)
         scope = scope_of(equation, outer)
         place = scope.place
-        is_own = place and not in_library(place.file)
-        if place and inside and is_own and len(equation.outvars) == 1:
+        if place and inside and not in_library(place.file) and len(equation.outvars) == 1:
             yield (*path, (i, 0)), Operation(equation, makers), place
         for j, program in enumerate(_inner(equation)):
             body, _ = opened(program)
@@ -172,9 +172,10 @@ def _edited_within(
     if name in CALLS:
         return run(*given)
     jaxpr, _ = opened(programs[inner])
-    shapes = [jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype) for atom in jaxpr.invars]
+    avals = [atom.aval for atom in jaxpr.invars]
+    shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
     programs[inner] = jax.make_jaxpr(run)(*shapes)
     parameter = BODIES[name]
-    if isinstance(equation.params[parameter], tuple):
-        return bind(equation, given, **{parameter: tuple(programs)})
-    return bind(equation, given, **{parameter: programs[0]})
+    is_tuple = isinstance(equation.params[parameter], tuple)
+    changed = tuple(programs) if is_tuple else programs[0]
+    return bind(equation, given, **{parameter: changed})

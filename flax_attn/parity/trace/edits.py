@@ -71,13 +71,15 @@ def missing(op: Operation) -> Iterator[Variant]:
 
 def swap(op: Operation) -> Iterator[Variant]:
     """Exchange operands."""
-    backwards = range(len(op.given))[::-1]
+    count = len(op.given)
+    backwards = partial(_permuted, op, range(count)[::-1])
     if op.primitive in ORDERED:
-        yield f"{op.name}: its operands are exchanged", partial(_permuted, op, backwards)
-    if op.primitive == "select_n" and len(op.given) == 3:
+        yield f"{op.name}: its operands are exchanged", backwards
+    if op.primitive == "select_n" and count == 3:
+        # The first is the condition.
         yield "where: its cases are exchanged", partial(_permuted, op, (0, 2, 1))
-    if op.primitive == "concatenate" and len(op.given) > 1:
-        yield "concat: its operands are in reverse order", partial(_permuted, op, backwards)
+    if op.primitive == "concatenate" and count > 1:
+        yield "concat: its operands are in reverse order", backwards
 
 
 def _permuted(op: Operation, order: Sequence[int], operands: Operands) -> Any:
@@ -99,25 +101,30 @@ def permute(op: Operation) -> Iterator[Variant]:
     before, after = op.given[0].shape, op.shape
     splits = len(after) > len(before)
     few, many = (before, after) if splits else (after, before)
-    count = len(many) - len(few) + 1
-    start = next((i for i, size in enumerate(few) if size != many[i]), len(few))
-    stop = start + count
-    group = many[start:stop]
-    alike = few[start + 1 :] == many[stop:]
-    if count < 2 or start == len(few) or not alike or min(group) < 2:
-        return
+    start, stop = _bounds_of_split(few, many)
     # The first order is the one that the operation has.
-    for order in list(permutations(range(count)))[1:]:
+    for order in list(permutations(range(stop - start)))[1:]:
         if splits:
-            permuted = [group[i] for i in order]
-            sizes = (*few[:start], *permuted, *many[stop:])
-            axes = _within(np.argsort(order).tolist(), start, len(many))
+            permuted = [many[start + i] for i in order]
+            sizes = (*many[:start], *permuted, *many[stop:])
+            back = np.argsort(order).tolist()
+            axes = _within(back, start, len(many))
             change = partial(_split, sizes=sizes, axes=axes)
             yield f"reshape: axis {start} is split in the order {order}", change
         else:
             axes = _within(order, start, len(many))
             change = partial(_merged, axes=axes, shape=after)
             yield f"reshape: axes from {start} are merged in the order {order}", change
+
+
+def _bounds_of_split(few: Sequence[int], many: Sequence[int]) -> tuple[int, int]:
+    """Return between which axes of the longer shape one of the shorter is split; else 0 and 0."""
+    start = next((i for i, size in enumerate(few) if size != many[i]), len(few))
+    stop = start + len(many) - len(few) + 1
+    group = many[start:stop]
+    if start == len(few) or len(group) < 2 or min(group) < 2:
+        return 0, 0
+    return (start, stop) if few[start + 1 :] == many[stop:] else (0, 0)
 
 
 def _within(order: Sequence[int], start: int, count: int) -> list[int]:
@@ -153,10 +160,11 @@ def constant(op: Operation) -> Iterator[Variant]:
         yield f"pow: the exponent is {exponent}", partial(op.run, y=exponent)
     if op.primitive not in ("add", "sub", "max") or op.kind != "f":
         return
+    change = partial(_times, factor=10.0)
     for i, value in op.constants():
         if 0 < abs(value) <= EPSILON:
-            change = partial(_times, factor=10.0)
-            yield f"{op.name}: the constant is {10 * value:g}", on_changed(op, i, change)
+            sentence = f"{op.name}: the constant is {10 * value:g}"
+            yield sentence, on_changed(op, i, change)
 
 
 def cast(op: Operation) -> Iterator[Variant]:
@@ -203,13 +211,14 @@ def axis(op: Operation) -> Iterator[Variant]:
 
 def _reduced_axes(op: Operation) -> Iterator[Variant]:
     """Reduce along another axis of the same size."""
-    sizes, axes = op.given[0].shape, op.equation.params.get("axes", ())
+    sizes = op.given[0].shape
+    axes = op.equation.params.get("axes", ())
+    others = [axis for axis in range(len(sizes)) if axis not in axes]
     for own in axes:
-        alike = [axis for axis, size in enumerate(sizes) if size == sizes[own]]
-        for other in alike:
-            if other not in axes:
-                changed = sorted({*axes, other} - {own})
-                run = partial(op.run, axes=tuple(changed))
+        for other in others:
+            if sizes[other] == sizes[own]:
+                changed = {*axes, other} - {own}
+                run = partial(op.run, axes=tuple(sorted(changed)))
                 yield f"{op.name}: along axis {other} in place of {own}", run
 
 
@@ -218,7 +227,9 @@ def _normalised(op: Operation) -> set[int]:
     if op.primitive != "div":
         return set()
     dividend, divisor = op.equation.invars
-    maker = None if isinstance(divisor, Literal) else op.makers.get(divisor)
+    if isinstance(divisor, Literal):
+        return set()
+    maker = op.makers.get(divisor)
     # The sum is laid out like the dividend before it divides.
     while maker is not None and maker.primitive.name in ("broadcast_in_dim", "reshape"):
         maker = op.makers.get(maker.invars[0])
@@ -239,8 +250,9 @@ def off_by_one(op: Operation) -> Iterator[Variant]:
     if op.primitive == "iota" and op.kind in "if":
         yield "iota: counts from 1", after(_one_more, op)
     if op.primitive in ("gather", "dynamic_slice"):
-        for i, aval in enumerate(op.given[1:], 1):
-            if jnp.issubdtype(aval.dtype, jnp.integer):
+        # The first operand is what is read, all others are where.
+        for i, aval in enumerate(op.given):
+            if i > 0 and jnp.issubdtype(aval.dtype, jnp.integer):
                 yield f"{op.name}: index {i} is one more", on_changed(op, i, _one_more)
     if op.primitive == "slice":
         yield from _bounds(op)
@@ -253,17 +265,17 @@ def _one_more(x: Any) -> Any:
 
 
 def _bounds(op: Operation) -> Iterator[Variant]:
-    starts, stops = op.equation.params["start_indices"], op.equation.params["limit_indices"]
+    params = op.equation.params
+    starts, stops = params["start_indices"], params["limit_indices"]
     for axis, size in enumerate(op.given[0].shape):
         for step in (-1, 1):
             start, stop = starts[axis] + step, stops[axis] + step
-            if start >= 0 and stop <= size:
-                changed = {
-                    "start_indices": _replaced(starts, axis, start),
-                    "limit_indices": _replaced(stops, axis, stop),
-                }
-                run = partial(op.run, **changed)
-                yield f"slice: starts at {start} of axis {axis}, not {starts[axis]}", run
+            if start < 0 or stop > size:
+                continue
+            changed_starts = _replaced(starts, axis, start)
+            changed_stops = _replaced(stops, axis, stop)
+            run = partial(op.run, start_indices=changed_starts, limit_indices=changed_stops)
+            yield f"slice: starts at {start} of axis {axis}, not {starts[axis]}", run
 
 
 def _paddings(op: Operation) -> Iterator[Variant]:

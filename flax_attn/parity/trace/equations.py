@@ -127,11 +127,13 @@ def needed(equations: Sequence[Equation], wanted: Iterable[Variable]) -> list[Eq
     """Return those of some equations that variables depend on, in order."""
     missing = set(wanted)
     kept = []
+    # From the end, what an equation needs is known before the equations that make it.
     for equation in reversed(equations):
         if not missing.isdisjoint(equation.results):
             kept.append(equation)
             missing.update(equation.variables)
-    return kept[::-1]
+    kept.reverse()
+    return kept
 
 
 def inputs_of(equations: Sequence[Equation]) -> list[Variable]:
@@ -151,6 +153,7 @@ def in_single(value: Any) -> Any:
 
 
 def _single(value: Any) -> Any:
+    # Of the parameters of an operation only dtypes say how exactly it computes.
     is_double = isinstance(value, np.dtype) and value == np.float64
     return np.dtype(np.float32) if is_double else value
 

@@ -57,14 +57,18 @@ def parted(alignment: Alignment, wrong: Sequence[str]) -> list[Hypothesis]:
     found = []
     for flax, torch in product(ours, theirs):
         if flax.operation == torch.operation:
-            explained = _Explained(Repair(flax, torch, alignment, flax.value))
-            found += explained.same_operands()
+            found += _side_by_side(alignment, flax, torch).same_operands()
     for flax, torch in zip(flax_outputs, torch_outputs, strict=True):
         # Numbers that both have throughout are moved on the way.
         if torch in alignment.torch_of.get(flax, ()):
-            explained = _Explained(Repair(flax, torch, alignment, flax.value))
+            explained = _side_by_side(alignment, flax, torch)
             found.append(explained.moved(flax, torch, turns(flax), turns(torch)))
     return found[:FEW]
+
+
+def _side_by_side(alignment: Alignment, flax: Node, torch: Node) -> _Explained:
+    """Return two nodes of which none replaces the other."""
+    return _Explained(Repair(flax, torch, alignment, flax.value))
 
 
 def _first_of(nodes: Sequence[Node]) -> list[Node]:
@@ -153,9 +157,9 @@ class _Reader:
         """Return the axes of an operation, in the layout of both sides and in its own."""
         axes, shape = along
         value = f"axis {plain(axes)} of {plain(shape)}"
-        own = axes_of(node)
-        if along != own:
-            value += f", which is axis {plain(own[0])} in PyTorch"
+        if along != axes_of(node):
+            own, _ = axes_of(node)
+            value += f", which is axis {plain(own)} in PyTorch"
         expression = text(self.builder.written(node), self.names)
         return Side(value, expression, places([node]), len(value))
 
@@ -172,7 +176,8 @@ class _Explained:
 
     def __init__(self, repair: Repair):
         self.repair = repair
-        before, module = repair.before, repair.torch.module
+        before = repair.before
+        module = repair.torch.module
         numbers = in_order(before)
         self.flax = _Reader(repair.flax, before, numbers, module, ours=True)
         self.torch = _Reader(repair.torch, before, numbers, module, ours=False)
@@ -230,7 +235,8 @@ class _Explained:
         """Return a gap with a value that both have written out, if its operation differs little."""
         if gap.parameter != "operation" or gap.flax is None or gap.torch is None:
             return gap
-        ours, theirs = self.flax.opened(gap.flax), self.torch.opened(gap.torch)
+        ours = self.flax.opened(gap.flax)
+        theirs = self.torch.opened(gap.torch)
         inside = list(islice(gaps(ours, theirs), 2))
         if len(inside) != 1:
             return gap
@@ -241,15 +247,17 @@ class _Explained:
             return inner
         if inner.parameter not in WHOLE:
             return replace(gap, flax=ours, torch=theirs)
+        if inner.parameter not in ("term", "base"):
+            return gap
         # A value that both have hides a part of it that one side lacks.
-        lacking = inner.parameter in ("term", "base") and None in (inner.flax, inner.torch)
-        return inner if lacking else gap
+        return inner if inner.flax is None or inner.torch is None else gap
 
     def _hypothesis(
         self, gap: Gap, ours: Node | None = None, theirs: Node | None = None
     ) -> Hypothesis:
         """Return a gap inside of two nodes, or of those that were replaced, with both sides."""
-        ours, theirs = ours or self.flax.node, theirs or self.torch.node
+        ours = ours or self.flax.node
+        theirs = theirs or self.torch.node
         here = self.flax.at_gap(gap, gap.flax, ours, gap.flax_at)
         there = self.torch.at_gap(gap, gap.torch, theirs, gap.torch_at)
         parameter = gap.parameter
@@ -257,10 +265,12 @@ class _Explained:
         rounded = rounded_apart(gap)
         if rounded:
             parameter, note = "rounding", f"{rounded:.1e}"
+        module = theirs.module
         # A value that both have stands where it is used.
-        part = gap.torch
-        origin = None if part is None or part.operation == "leaf" else part.origin
-        module = theirs.module if origin is None or origin.place is None else origin.module
+        if gap.torch is not None and gap.torch.operation != "leaf":
+            origin = gap.torch.origin
+            if origin is not None and origin.place is not None:
+                module = origin.module
         return Hypothesis(module, gap.operation, parameter, here, there, note=note)
 
     def _whole(self) -> Hypothesis:

@@ -165,16 +165,19 @@ def _products(flax: Expression, torch: Expression) -> Iterator[Gap]:
         if own != other:
             yield Gap("product", "exponent", *_numbers(own, other, flax, torch))
     for base, other in _paired(list(here), list(there), here, there):
-        if base is not None and other is not None:
-            own, its = here[base], there[other]
-            if own == its or base.operation == other.operation:
-                if own != its:
-                    yield Gap("product", "exponent", *_numbers(own, its, flax, torch))
-                yield from gaps(base, other)
-                continue
-        # Where nothing is in common, an exponent says nothing without its base.
-        ours, theirs = _power(base, here), _power(other, there)
-        yield Gap("product", "base", ours, theirs, flax.origin, torch.origin)
+        if base is None or other is None or _nothing_common(base, here, other, there):
+            bases = _power(base, here), _power(other, there)
+            yield Gap("product", "base", *bases, flax.origin, torch.origin)
+            continue
+        own, its = here[base], there[other]
+        if own != its:
+            yield Gap("product", "exponent", *_numbers(own, its, flax, torch))
+        yield from gaps(base, other)
+
+
+def _nothing_common(base: Expression, here: Weights, other: Expression, there: Weights) -> bool:
+    """Whether neither exponents nor operations are the same: an exponent says nothing then."""
+    return here[base] != there[other] and base.operation != other.operation
 
 
 def _weights(whole: Expression) -> dict[Expression, float]:
