@@ -122,6 +122,11 @@ class Pair:
         """Return the result of `"flax"` or `"torch"`, run once for each name of a spec."""
         return self._once(framework, spec, "run")
 
+    def forget(self, framework: str) -> None:
+        """Forget the results of `"flax"` or `"torch"`, which is run in another way from here on."""
+        kept = {key: result for key, result in self._results.items() if key[0] != framework}
+        self._results = kept
+
     def _once(self, framework: str, spec: RunSpec | TrainingSpec, method: str) -> Any:
         key = framework, spec.name
         if key not in self._results:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -11,7 +12,7 @@ import numpy as np
 from flax_attn import convert
 from flax_attn.convert.rules import Entry
 from flax_attn.parity import tolerance
-from flax_attn.parity.adapters.adapter import Adapter, PairingError
+from flax_attn.parity.adapters.adapter import Adapter, AdapterError, Arrays, NotRun, PairingError
 from flax_attn.parity.adapters.jax_adapter import JaxAdapter
 from flax_attn.parity.adapters.module_adapter import ModuleCall
 from flax_attn.parity.adapters.recording import Recording, RecordingAdapter
@@ -70,6 +71,7 @@ def pair_modules(
         torch = RecordingAdapter(torch) if record else torch
         pair = Pair(flax, torch, values, flax.entries, layout=layout, **options)
         _check_extras(pair)
+        _choose_float32(pair)
         _refuse_train_mode(torch_module, pair)
     return pair
 
@@ -141,6 +143,75 @@ def _check_extras(pair: Pair) -> None:
             f"extras are {known}, where both calls take them by name; got {name!r}, flax takes"
             f" {flax}, torch takes {torch}"
         )
+
+
+def _choose_float32(pair: Pair) -> None:
+    """Have the runs in float64 read float32 so that the outputs agree, or PyTorch's call runs.
+
+    PyTorch makes float32 where a call names no dtype, and JAX makes float64 there. Where PyTorch
+    computes in float32 on purpose, two right ports agree to 1e-7 only, as both round: then both
+    compute in float64. Where PyTorch does not, float32 in JAX is a difference.
+    """
+    # An adapter of PyTorch; those of tests have no such attribute.
+    torch: Any = pair.own_torch
+    if not hasattr(torch, "float32"):
+        return
+    from flax_attn.parity.adapters.torch_float32 import Float32
+
+    found = {}
+    for kind in Float32:
+        torch.float32 = kind
+        pair.forget("torch")
+        found[kind] = _outputs_of_torch(pair)
+        if _error_of_outputs(pair, found[kind]) <= tolerance.FORWARD:
+            return
+    if _differ(found[Float32.AS_WRITTEN], found[Float32.NAMED]) and _agree_in_float64(pair):
+        return
+    runs = [kind for kind in Float32 if found[kind] is not None]
+    torch.float32 = runs[0] if runs else Float32.AS_WRITTEN
+    pair.forget("torch")
+
+
+def _outputs_of_torch(pair: Pair) -> Arrays | None:
+    """Return the outputs of PyTorch in float64; None if it raises."""
+    try:
+        return pair.run("torch", pair.uncompiled).outputs
+    # What it raises is told where the module is called.
+    except (AdapterError, NotRun):
+        return None
+
+
+def _error_of_outputs(pair: Pair, theirs: Arrays | None) -> float:
+    """Return the largest error of an output; infinity where they cannot be compared."""
+    if theirs is None:
+        return np.inf
+    try:
+        errors = tolerance.relative(pair.run("flax", pair.uncompiled).outputs, theirs)
+    except (AdapterError, NotRun, ValueError):
+        return np.inf
+    return max(errors.values(), default=np.inf)
+
+
+def _differ(written: Arrays | None, named: Arrays | None) -> bool:
+    """Whether PyTorch computes something in float32 by itself."""
+    if written is None or named is None:
+        return named is not None
+    return any(not np.array_equal(written[name], named[name], equal_nan=True) for name in written)
+
+
+def _agree_in_float64(pair: Pair) -> bool:
+    """Whether the outputs agree where JAX computes in float64, too; if so, it does from here on."""
+    if not isinstance(pair.flax, JaxAdapter):
+        return False
+    written = pair.flax
+    pair.flax = copy.copy(written)
+    pair.flax.read_float32_as_float64()
+    pair.forget("flax")
+    if _error_of_outputs(pair, _outputs_of_torch(pair)) <= tolerance.FORWARD:
+        return True
+    pair.flax = written
+    pair.forget("flax")
+    return False
 
 
 def _refuse_train_mode(torch_module: Any, pair: Pair) -> None:

@@ -31,6 +31,7 @@ from flax_attn.parity.adapters.jax_arrays import (
     floating,
     round_stochastically,
 )
+from flax_attn.parity.adapters.jax_float32 import named_float32_as_float64
 from flax_attn.parity.adapters.jax_parts import Parts, take_apart
 from flax_attn.parity.adapters.jax_programs import Programs
 from flax_attn.parity.adapters.jax_training import Training
@@ -61,6 +62,10 @@ def _in_each_mode(module: Any) -> dict[Mode, Parts]:
     return {mode: take_apart(module, mode) for mode in get_args(Mode)}
 
 
+def _any_float64(*trees: Any) -> bool:
+    return any(leaf.dtype == jnp.float64 for leaf in jax.tree.leaves(trees))
+
+
 class JaxAdapter(ModuleAdapter):
     """The `Adapter` of a JAX module. JAX must have x64 enabled where it is used.
 
@@ -77,10 +82,12 @@ class JaxAdapter(ModuleAdapter):
 
     Attributes:
         mixes_dtypes: whether the module has failed without JAX's default promotion of dtypes.
+        widens: whether a run in float64 reads float32 as float64.
     """
 
     framework = "flax"
     mixes_dtypes = False
+    widens = False
 
     def __init__(
         self,
@@ -134,6 +141,11 @@ class JaxAdapter(ModuleAdapter):
         other.programs = Programs(other._stepped)
         other._modes = _in_each_mode(module)
         return other
+
+    def read_float32_as_float64(self) -> None:
+        """Compute in float64 from here on, in runs in float64, what the source has in float32."""
+        self.widens = True
+        self.programs = Programs(self._stepped)
 
     def built(self, mode: Mode = "eval", dtype: str = "float64") -> Any:
         """Return the module with its parameters, in a dtype."""
@@ -248,11 +260,24 @@ class JaxAdapter(ModuleAdapter):
     def _stepped(
         self, params, inputs, state, extras, mode: Mode, cached: bool = False, before: Any = None
     ) -> tuple[dict[str, Any], Any]:
-        """Return the outputs of a call, and the state that it leaves.
-
-        In the mode of statistics, those that it leaves are outputs as well.
-        """
+        """Return the outputs of a call, and the state that it leaves."""
         module = self._build(params, state, mode)
+        wide = self.widens and _any_float64(params, inputs)
+        call = self._calls[False].function
+        with named_float32_as_float64(*((module, call) if wide else ())):
+            return self._called(module, inputs, state, extras, mode, cached, before)
+
+    def _called(
+        self,
+        module: Any,
+        inputs,
+        state,
+        extras,
+        mode: Mode,
+        cached: bool,
+        before: Any,
+    ) -> tuple[dict[str, Any], Any]:
+        # In the mode of statistics, those that the call leaves are outputs as well.
         if before is not None:
             self.call(module, before, extras)
         outputs = self.call(module, inputs, extras, cached)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ from flax_attn.parity.adapters.adapter import (
 )
 from flax_attn.parity.adapters.module_adapter import ModuleAdapter, check_kind, output_of
 from flax_attn.parity.adapters.torch_dropout import WithoutDropout
+from flax_attn.parity.adapters.torch_float32 import Float32, reading
 from flax_attn.parity.adapters.torch_functions import TorchFunctions
 from flax_attn.parity.adapters.torch_rounding import MoreRounding
 from flax_attn.parity.adapters.torch_tensors import (
@@ -47,9 +48,13 @@ class TorchAdapter(ModuleAdapter):
         call: function that calls the module; None is `module(*inputs)`.
         cached_call: function that computes the same in steps with a cache; None if there is none.
         positional: whether inputs are passed by position.
+
+    Attributes:
+        float32: how a call in float64 reads float32.
     """
 
     framework = "torch"
+    float32 = Float32.AS_WRITTEN
 
     def __init__(
         self,
@@ -114,10 +119,21 @@ class TorchAdapter(ModuleAdapter):
         with ExitStack() as stack:
             for context in _contexts(spec):
                 stack.enter_context(context)
+            if spec.dtype != "float64":
+                stack.enter_context(self._as_written())
             outputs = self._outputs(module, inputs, spec)
             if spec.cotangents is None:
                 return Result(float64(outputs), dtypes=dtypes(outputs))
             return self._gradients(module, inputs, outputs, spec)
+
+    @contextmanager
+    def _as_written(self) -> Iterator[None]:
+        kept = self.float32
+        self.float32 = Float32.AS_WRITTEN
+        try:
+            yield
+        finally:
+            self.float32 = kept
 
     def _outputs(self, module: Any, inputs: Tensors, spec: RunSpec) -> Tensors:
         random = torch.get_rng_state()
@@ -166,7 +182,8 @@ class TorchAdapter(ModuleAdapter):
         Raises:
             PairingError: if one is no tensor.
         """
-        outputs = super().call(*arguments, **options)
+        with reading(self.float32):
+            outputs = super().call(*arguments, **options)
         for name, output in outputs.items():
             if not isinstance(output, torch.Tensor):
                 raise PairingError(

@@ -1,0 +1,74 @@
+"""A call of a JAX module in which what its source names float32 is float64."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import FunctionType, ModuleType
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+# Their own source is left as it is: what a layer computes in float32 does not depend on the port.
+_LIBRARIES = {"builtins", "equinox", "flax", "flax_attn", "haiku", "jax", "keras", "numpy", "torch"}
+
+
+@contextmanager
+def named_float32_as_float64(*parts: Any) -> Iterator[None]:
+    """Read float32 as float64 where these modules and functions are written.
+
+    It is read so in the Python modules that define them, their submodules, and functions that those
+    use. A name of float32 elsewhere, such as in the default of an argument, stays as it is.
+    """
+    with ExitStack() as stack:
+        for source in _sources(parts):
+            for name, value in list(vars(source).items()):
+                wider = _wider(value)
+                if wider is not value:
+                    stack.enter_context(mock.patch.object(source, name, wider))
+        yield
+
+
+def _sources(parts: Iterable[Any]) -> list[ModuleType]:
+    """Return the modules of Python in which these parts are written, but for libraries."""
+    own = set()
+    for part in parts:
+        inner = [node for _, node in nnx.iter_graph(part)] if isinstance(part, nnx.Module) else []
+        own |= {_source(node) for node in (part, *inner)}
+    for source in own & sys.modules.keys():
+        if _is_own(source):
+            values = vars(sys.modules[source]).values()
+            own = own | {_source(value) for value in values if isinstance(value, FunctionType)}
+    return [sys.modules[source] for source in sorted(own) if _is_own(source)]
+
+
+def _source(part: Any) -> str:
+    return getattr(part, "__module__", None) or ""
+
+
+def _is_own(source: str) -> bool:
+    return source in sys.modules and source.partition(".")[0] not in _LIBRARIES
+
+
+class _Wider:
+    """A module of arrays whose float32 is float64."""
+
+    def __init__(self, module: ModuleType, **changes: Any):
+        self._module = module
+        vars(self).update(changes)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+def _wider(value: Any) -> Any:
+    if value is jnp.float32 or value is np.float32:
+        return jnp.float64
+    if value is jnp or value is np:
+        return _Wider(value, float32=value.float64)
+    return _Wider(jax, numpy=_wider(jnp)) if value is jax else value
