@@ -172,15 +172,14 @@ def function_of(eqn: Any) -> Callable[[Arrays], list[np.ndarray]]:
     dtypes = _dtypes(eqn.invars) + _dtypes(eqn.outvars)
     if rule is None or not all(map(_of_numpy, dtypes)):
         return _bound(eqn)
-    result = eqn.outvars[0].aval
+    return partial(_results, rule, eqn.outvars[0].aval)
 
-    def function(operands: Arrays) -> list[np.ndarray]:
-        # Infinity and NaN are values of a run, not faults of the evaluation.
-        with np.errstate(all="ignore"):
-            value = np.asarray(rule(*operands), result.dtype)
-        return [value.reshape(result.shape)]
 
-    return function
+def _results(rule: Rule, result: Any, operands: Arrays) -> list[np.ndarray]:
+    # Infinity and NaN are values of a run, not faults of the evaluation.
+    with np.errstate(all="ignore"):
+        value = np.asarray(rule(*operands), result.dtype)
+    return [value.reshape(result.shape)]
 
 
 def _split(eqn: Any) -> Callable[[Arrays], list[np.ndarray]]:

@@ -259,11 +259,14 @@ def evaluated(program: Any, arguments: Sequence[Any], stopped: Operands) -> list
     """
 
     def apply(_: int, eqn: Any, given: list[Any]) -> Sequence[Any]:
-        given = _stop_gradients(eqn, given, stopped)
-        # What the program stops itself is not stopped here.
-        if eqn.primitive.name == "stop_gradient":
-            return given
-        inner = called(eqn)
-        return bind(eqn, given) if inner is None else evaluated(inner, given, stopped)
+        return _results(eqn, _stop_gradients(eqn, given, stopped), stopped)
 
     return interpreted(program, arguments, apply)
+
+
+def _results(eqn: Any, given: list[Any], stopped: Operands) -> Sequence[Any]:
+    # What the program stops itself is not stopped here.
+    if eqn.primitive.name == "stop_gradient":
+        return given
+    inner = called(eqn)
+    return bind(eqn, given) if inner is None else evaluated(inner, given, stopped)

@@ -132,11 +132,15 @@ def _calls(norm: Any, given: Sequence[np.ndarray]) -> Iterator[np.ndarray]:
         # It takes other arguments, or other axes: then it is judged by outputs alone.
         except Exception:
             continue
-        yield np.moveaxis(result, -1, 1) if last else result
+        yield _channels_first(result) if last else result
 
 
 def _channels_last(x: np.ndarray) -> np.ndarray:
     return np.moveaxis(x, 1, -1) if x.ndim > 2 else x
+
+
+def _channels_first(x: np.ndarray) -> np.ndarray:
+    return np.moveaxis(x, -1, 1)
 
 
 def _call(norm: Any, given: Iterable[np.ndarray]) -> np.ndarray:

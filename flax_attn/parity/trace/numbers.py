@@ -46,10 +46,13 @@ class Sorted:
             self.size += found.size
         # The last of the keys is the one that was used last.
         self._kept[numbers] = found
+        self._make_room()
+        return found
+
+    def _make_room(self) -> None:
         while self.size > self.room and len(self._kept) > 1:
             oldest = next(iter(self._kept))
             self.size -= self._kept.pop(oldest).size
-        return found
 
 
 def _shown(array: np.ndarray) -> np.ndarray:
@@ -110,11 +113,7 @@ class Numbers:
         x = self.sorted
         if self.array.dtype.kind not in "fc" or not x.size:
             return False
-        if x.size == 1:
-            return _of_many_digits(x[0])
-        apart = np.diff(x) > SAME * (self.scale or 1)
-        distinct = 1 + int(np.count_nonzero(apart))
-        return distinct > 4 or distinct == x.size
+        return _of_many_digits(x[0]) if x.size == 1 else _differ(x, SAME * (self.scale or 1))
 
     def equals(self, other: Numbers) -> bool:
         """Whether both hold the same numbers, each perhaps repeated."""
@@ -122,12 +121,24 @@ class Numbers:
         if not _within(self.features, theirs, CLOSE * (1 + np.abs(theirs))):
             return False
         few, many = sorted((self.sorted, other.sorted), key=len)
-        if not few.size or many.size % few.size:
-            return not many.size
-        # In order, the repetitions of a number follow it.
-        repeats = many.size // few.size
         scale = max(self.scale, other.scale)
-        return _within(many[::repeats], few, SAME * scale)
+        return _repeats(many, few, SAME * scale)
+
+
+def _repeats(many: np.ndarray, few: np.ndarray, limit: float) -> bool:
+    """Whether sorted numbers are those of another array, each of them as often."""
+    if not few.size or many.size % few.size:
+        return not many.size
+    # In order, the repetitions of a number follow it.
+    times = many.size // few.size
+    return _within(many[::times], few, limit)
+
+
+def _differ(ordered: np.ndarray, least: float) -> bool:
+    """Whether some numbers are at least five different ones, or all different."""
+    apart = np.diff(ordered) > least
+    distinct = 1 + int(np.count_nonzero(apart))
+    return distinct > 4 or distinct == ordered.size
 
 
 def _of_many_digits(number: np.floating) -> bool:
@@ -145,17 +156,28 @@ def same_array(one: np.ndarray, other: np.ndarray) -> bool:
     if one.size != other.size:
         return False
     first, second = np.squeeze(one), np.squeeze(other)
-    if first.shape != second.shape:
-        return False
+    return first.shape == second.shape and _same(first, second)
+
+
+def _same(first: np.ndarray, second: np.ndarray) -> bool:
     if first.dtype.kind not in "fc":
         return bool((first == second).all())
-    if first.size and first.dtype == second.dtype == np.float64:
-        sizes, others = np.abs(first), np.abs(second)
-        # In most arrays no number hides one. NaN is not less than another number.
-        if sizes.max() < HIDING and others.max() < HIDING:
-            scale = max(sizes.mean(), others.mean(), TINY)
-            return _within(first, second, SAME * scale)
-    return _close(first, second)
+    # In most arrays no number hides one.
+    scale = _scale_of_all(first, second)
+    if scale is None:
+        return _close(first, second)
+    return _within(first, second, SAME * scale)
+
+
+def _scale_of_all(first: np.ndarray, second: np.ndarray) -> float | None:
+    """Return the larger scale of two arrays in float64; None where a number may hide another."""
+    if not first.size or not first.dtype == second.dtype == np.float64:
+        return None
+    sizes, others = np.abs(first), np.abs(second)
+    # NaN is not less than another number.
+    if sizes.max() < HIDING and others.max() < HIDING:
+        return max(sizes.mean(), others.mean(), TINY)
+    return None
 
 
 def is_laid_out(ours: np.ndarray, theirs: np.ndarray) -> bool:

@@ -67,14 +67,18 @@ def _element(node: Node) -> Bound:
 
 def _piece(node: Node) -> Bound:
     """Return what one result of a split takes."""
+    sizes = node.parameters.get("sizes", node.parameters.get("split_sizes"))
+    if sizes is None:
+        return _equal_piece(node)
+    index = node.parameters.get("result", 0)
+    start = sum(sizes[:index])
+    return _size_along(node), start, start + sizes[index], 1
+
+
+def _equal_piece(node: Node) -> Bound:
     size, given = _size_along(node), node.parameters
-    index = given.get("result", 0)
-    sizes = given.get("sizes", given.get("split_sizes"))
-    if sizes is not None:
-        start = sum(sizes[:index])
-        return size, start, start + sizes[index], 1
     each = given.get("split_size", 1)
-    start = index * each
+    start = given.get("result", 0) * each
     # The last piece may be shorter.
     return size, start, min(start + each, size), 1
 
