@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any
 
@@ -83,16 +83,20 @@ def script(
     """
     variables = inputs_of(equations)
     names = {variable: f"x{i}" for i, variable in enumerate(variables)}
+    arguments = ", ".join(names.values())
     fresh = (f"y{i}" for i in count())
-    body = [_line(equation, names, fresh) for equation in equations]
+    lines = [_line(equation, names, fresh) for equation in equations]
+    body = "\n".join(f"    {line}" for line in lines)
+    imports = [line for name, line in IMPORTS.items() if f"{name}." in body]
     drawn = {variable: _drawn(np.asarray(given[variable])) for variable in variables}
+    inputs = [f"{names[variable]} = {text}" for variable, text in drawn.items()]
     return SCRIPT.format(
         version=jax.__version__,
-        imports="".join(line for name, line in IMPORTS.items() if f"{name}." in "".join(body)),
+        imports="".join(imports),
         seed=_seed(drawn, shows),
-        inputs="\n".join(f"{names[variable]} = {text}" for variable, text in drawn.items()),
-        arguments=", ".join(names[variable] for variable in variables),
-        body="\n".join(f"    {line}" for line in body),
+        inputs="\n".join(inputs),
+        arguments=arguments,
+        body=body,
         result=names[wanted],
         options=f", compiler_options={dict(options)!r}" if options else "",
     )
@@ -100,18 +104,21 @@ def script(
 
 def _drawn(value: np.ndarray) -> str:
     """Return an expression that draws an array like another."""
-    shape = value.shape
-    if value.dtype == np.bool_:
+    shape, dtype = value.shape, value.dtype
+    if dtype.kind == "b":
         return f"random.integers(0, 2, {shape}).astype(bool)"
-    if value.dtype.kind in "iu" and value.size:
+    if dtype.kind in "iu" and value.size:
         ends = f"{value.min()}, {int(value.max()) + 1}"
-        return f"random.integers({ends}, {shape}, dtype=np.{value.dtype.name})"
-    if value.dtype.kind != "f":
-        raise UnwritableError(f"an input has the dtype {value.dtype}")
-    # A square root or a logarithm takes no negative number.
+        return f"random.integers({ends}, {shape}, dtype=np.{dtype.name})"
+    if dtype.kind != "f":
+        raise UnwritableError(f"an input has the dtype {dtype}")
     text = f"random.normal(size={shape})"
-    text = f"np.abs({text})" if value.size and value.min() >= 0 else text
-    return text if value.dtype == np.float64 else f"np.asarray({text}, np.{value.dtype.name})"
+    # A square root or a logarithm takes no negative number.
+    if value.size and value.min() >= 0:
+        text = f"np.abs({text})"
+    if dtype == np.float64:
+        return text
+    return f"np.asarray({text}, np.{dtype.name})"
 
 
 def _seed(drawn: Mapping[Variable, str], shows: Callable[[Mapping[Variable, Any]], bool]) -> int:
@@ -124,14 +131,16 @@ def _seed(drawn: Mapping[Variable, str], shows: Callable[[Mapping[Variable, Any]
     raise UnwritableError("random inputs do not show the difference")
 
 
-def _line(equation: Equation, names: dict[Variable, str], fresh: Any) -> str:
+def _line(equation: Equation, names: dict[Variable, str], fresh: Iterator[str]) -> str:
     operands = [_operand(operand, names) for operand in equation.operands]
+    settings = [f"{name}={_text(value)}" for name, value in equation.parameters.items()]
     results = [next(fresh) for _ in equation.results]
     names.update(zip(equation.results, results, strict=True))
-    settings = [f"{name}={_text(value)}" for name, value in equation.parameters.items()]
-    made = f"{_primitive(equation)}.bind({', '.join([*operands, *settings])})"
+    # A list of one result is unpacked as well.
     several = equation.source.primitive.multiple_results
-    return f"{', '.join(results)}{',' if several else ''} = {made}"
+    comma = "," if several else ""
+    arguments = ", ".join(operands + settings)
+    return f"{', '.join(results)}{comma} = {_primitive(equation)}.bind({arguments})"
 
 
 def _operand(operand: Variable | np.ndarray, names: Mapping[Variable, str]) -> str:
@@ -143,11 +152,12 @@ def _operand(operand: Variable | np.ndarray, names: Mapping[Variable, str]) -> s
 
 
 def _primitive(equation: Equation) -> str:
+    primitive = equation.source.primitive
     for text, module in (("lax", jax.lax), ("primitives", primitives)):
         for name, value in vars(module).items():
-            if value is equation.source.primitive:
+            if value is primitive:
                 return f"{text}.{name}"
-    raise UnwritableError(f"the operation {equation.source.primitive.name} is not public in JAX")
+    raise UnwritableError(f"the operation {primitive.name} is not public in JAX")
 
 
 def _text(value: Any) -> str:

@@ -21,6 +21,10 @@ from flax_attn.parity.trace.program import Program
 from flax_attn.parity.trace.torch_program import copied, torch_program
 
 Sources = Mapping[str, Any]
+FlaxFunction = Callable[[Sources], dict[str, jax.Array]]
+TorchFunction = Callable[[Any], dict[str, torch.Tensor]]
+# Operands to which no gradient flows: the identity of the operation, and the index.
+Stops = Collection[tuple[int, int]]
 
 
 def flax_forward(pair: Pair) -> tuple[Any, Program]:
@@ -32,39 +36,33 @@ def flax_forward(pair: Pair) -> tuple[Any, Program]:
 
 def torch_forward(pair: Pair) -> Program:
     """Return the forward pass of the PyTorch side in float64 and eval mode."""
-    adapter, module, inputs, sources = _torch_module(pair)
-    extras = adapter.arrays(pair.extras)
-    return torch_program(module, lambda module: adapter.call(module, inputs, extras), sources)
+    return torch_program(*_torch_function(pair))
 
 
 def backward(pair: Pair) -> tuple[Program, Program, Arrays]:
     """Return the forward and backward passes of both sides, and the right gradients of JAX."""
     forward, sources = _flax_function(pair)
-    cotangents = pair.flax.arrays(pair.cotangents)  # pyright: ignore[reportAttributeAccessIssue]
+    cotangents = _flax_side(pair).arrays(pair.cotangents)
     wanted, owners = _wanted(pair)
-    leaves = {name: sources[name] for name in wanted}
-    rest = {name: value for name, value in sources.items() if name not in leaves}
-    weights = {f"cotangent of {name}": value for name, value in cotangents.items()}
 
     def gradients(given: Sources) -> Any:
-        fixed = {name: given[name] for name in rest}
+        weights = {name: given[f"cotangent of {name}"] for name in cotangents}
 
         def weighted(leaves: Sources) -> Any:
-            outputs = forward({**fixed, **leaves})
-            terms = [jnp.sum(outputs[name] * given[f"cotangent of {name}"]) for name in cotangents]
-            return sum(terms)
+            outputs = forward({**given, **leaves})
+            return _weighted_sum(outputs, weights)
 
-        return jax.grad(weighted)({name: given[name] for name in leaves})
+        leaves = {name: given[name] for name in wanted}
+        return jax.grad(weighted)(leaves)
 
-    flax = jax_program(gradients, {**sources, **weights})
+    # The cotangents are sources as well, so that both runs share them.
+    flax = jax_program(gradients, sources | _named("cotangent of", cotangents))
     theirs = _torch_backward(pair)
     outputs = {name: theirs.outputs[owner] for name, owner in owners.items()}
     return flax, Program(theirs.nodes, outputs), wanted
 
 
-def gradients_with_stops(
-    pair: Pair, traced: Any
-) -> Callable[[Collection[tuple[int, int]]], dict[str, float]]:
+def gradients_with_stops(pair: Pair, traced: Any) -> Callable[[Stops], dict[str, float]]:
     """Return a function of where gradients stop in JAX that returns the errors of all gradients.
 
     Args:
@@ -73,76 +71,96 @@ def gradients_with_stops(
             operations, as `jax_program.evaluated` takes them.
     """
     _, sources = _flax_function(pair)
-    cotangents = pair.flax.arrays(pair.cotangents)  # pyright: ignore[reportAttributeAccessIssue]
+    cotangents = _flax_side(pair).arrays(pair.cotangents)
     wanted, _ = _wanted(pair)
+    leaves = {name: sources[name] for name in wanted}
+    names = sorted(pair.plain.outputs)
 
-    def errors(stopped: Collection[tuple[int, int]]) -> dict[str, float]:
+    def errors(stopped: Stops) -> dict[str, float]:
         def weighted(leaves: Sources) -> Any:
+            # A jaxpr takes a mapping in the order of its keys.
             given = {**sources, **leaves}
-            arguments = [given[name] for name in sorted(sources)]
-            outputs = evaluated(traced, arguments, stopped)
-            pairs = zip(sorted(pair.plain.outputs), outputs, strict=True)
-            return sum(jnp.sum(x * cotangents[name]) for name, x in pairs if name in cotangents)
+            arguments = [given[name] for name in sorted(given)]
+            results = evaluated(traced, arguments, stopped)
+            outputs = dict(zip(names, results, strict=True))
+            return _weighted_sum(outputs, cotangents)
 
-        found = jax.grad(weighted)({name: sources[name] for name in wanted})
+        found = jax.grad(weighted)(leaves)
         arrays = {name: np.asarray(gradient) for name, gradient in found.items()}
         return tolerance.gradient_errors(arrays, wanted)
 
     return errors
 
 
-def _flax_function(pair: Pair) -> tuple[Callable[[Sources], dict[str, jax.Array]], dict[str, Any]]:
+def _weighted_sum(outputs: Mapping[str, jax.Array], weights: Mapping[str, jax.Array]) -> Any:
+    """Return the number that is differentiated: integer outputs have no weight and no gradient."""
+    return sum(jnp.sum(outputs[name] * weight) for name, weight in weights.items())
+
+
+def _flax_side(pair: Pair) -> JaxAdapter:
+    assert isinstance(pair.flax, JaxAdapter)
+    return pair.flax
+
+
+def _torch_side(pair: Pair) -> TorchAdapter:
+    assert isinstance(pair.torch, TorchAdapter)
+    return pair.torch
+
+
+def _named(kind: str, arrays: Sources) -> dict[str, Any]:
+    """Return arrays as sources of a run, by their kind and their own names."""
+    return {f"{kind} {name}": array for name, array in arrays.items()}
+
+
+def _flax_function(pair: Pair) -> tuple[FlaxFunction, dict[str, Any]]:
     """Return the JAX side as a function of its parameters and inputs, with these."""
-    adapter = pair.flax
-    assert isinstance(adapter, JaxAdapter)
+    adapter = _flax_side(pair)
     parameters = adapter.arrays(adapter.tensors)
     inputs = adapter.arrays(pair.inputs)
     extras = adapter.arrays(pair.extras)
 
     def forward(sources: Sources) -> dict[str, jax.Array]:
-        module = adapter.built_of({name: sources[f"parameter {name}"] for name in parameters})
+        own = {name: sources[f"parameter {name}"] for name in parameters}
+        given = {name: sources[name] for name in inputs}
+        module = adapter.built_of(own)
         with scopes.named(module):
-            return adapter.call(module, {name: sources[name] for name in inputs}, extras)
+            return adapter.call(module, given, extras)
 
-    named = {f"parameter {name}": value for name, value in parameters.items()}
-    return forward, {**named, **inputs}
+    return forward, {**_named("parameter", parameters), **inputs}
 
 
-def _torch_module(pair: Pair) -> tuple[TorchAdapter, Any, dict[str, Any], dict[str, Any]]:
-    adapter = pair.torch
-    assert isinstance(adapter, TorchAdapter)
+def _torch_function(pair: Pair) -> tuple[Any, TorchFunction, dict[str, Any]]:
+    """Return a copy of the module of PyTorch, a function that calls it, and what it is given."""
+    adapter = _torch_side(pair)
     module = copied(adapter.module)
     inputs = adapter.arrays(pair.inputs)
+    extras = adapter.arrays(pair.extras)
     sources: dict[str, Any] = dict(inputs)
     if isinstance(module, torch.nn.Module):
-        tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-        sources |= {f"parameter {name}": tensor for name, tensor in tensors.items()}
-    return adapter, module, inputs, sources
+        sources |= _named("parameter", dict(module.named_parameters()))
+        sources |= _named("parameter", dict(module.named_buffers()))
+    return module, lambda module: adapter.call(module, inputs, extras), sources
 
 
 def _torch_backward(pair: Pair) -> Program:
     """Return the forward and backward pass of PyTorch; its outputs are gradients by name."""
-    adapter, module, inputs, sources = _torch_module(pair)
-    extras = adapter.arrays(pair.extras)
-    cotangents = adapter.arrays(pair.cotangents)
-    sources |= {f"cotangent of {name}": tensor for name, tensor in cotangents.items()}
-    for tensor in inputs.values():
-        if tensor.is_floating_point():
+    module, call, sources = _torch_function(pair)
+    cotangents = _torch_side(pair).arrays(pair.cotangents)
+    leaves = {}
+    for name, tensor in sources.items():
+        if name in pair.inputs and tensor.is_floating_point():
             tensor.requires_grad_()
-    leaves = {
-        name.removeprefix("parameter "): tensor
-        for name, tensor in sources.items()
-        if tensor.requires_grad
-    }
+        if tensor.requires_grad:
+            leaves[name.removeprefix("parameter ")] = tensor
 
     def gradients(module: Any) -> dict[str, torch.Tensor]:
-        outputs = adapter.call(module, inputs, extras)
+        outputs = call(module)
         terms = [(outputs[name] * weight).sum() for name, weight in cotangents.items()]
         total = torch.stack(terms).sum()
         found = torch.autograd.grad(total, [*leaves.values()], materialize_grads=True)
         return dict(zip(leaves, found, strict=True))
 
-    return torch_program(module, gradients, sources)
+    return torch_program(module, gradients, sources | _named("cotangent of", cotangents))
 
 
 def _wanted(pair: Pair) -> tuple[Arrays, dict[str, str]]:
@@ -153,9 +171,10 @@ def _wanted(pair: Pair) -> tuple[Arrays, dict[str, str]]:
     for entry in pair.entries:
         if entry.theirs not in right:
             continue
-        for name, array in entry.split(right[entry.theirs]).items():
-            wanted[f"parameter {name}"] = np.asarray(array)
-            owners[f"parameter {name}"] = entry.theirs
+        parts = entry.split(right[entry.theirs])
+        for name, array in _named("parameter", parts).items():
+            wanted[name] = np.asarray(array)
+            owners[name] = entry.theirs
     for name in pair.inputs:
         if name in right:
             wanted[name] = right[name]

@@ -43,12 +43,14 @@ def submodules(module: Any) -> dict[str, Any]:
             if name:
                 found[name] = inner
         return found
-    return {} if jax.tree_util.all_leaves([module]) else dict(_inside("", module))
+    return dict(_inside("", module))
 
 
 def _dotted(path: tuple, names: Mapping[str, int | None]) -> str:
     # As the parameters are named; a module of stacked layers is one module.
-    return next(iter(names)) if len(names) == 1 else ".".join(map(str, path))
+    if len(names) == 1:
+        return next(iter(names))
+    return ".".join(map(str, path))
 
 
 def _inside(prefix: str, module: Any) -> Iterator[tuple[str, Any]]:
@@ -56,11 +58,13 @@ def _inside(prefix: str, module: Any) -> Iterator[tuple[str, Any]]:
     def is_inner(x: Any) -> bool:
         return x is not module and callable(x) and not jax.tree_util.all_leaves([x])
 
-    for path, inner in jax.tree_util.tree_flatten_with_path(module, is_leaf=is_inner)[0]:
-        if is_inner(inner):
-            name = prefix + jax.tree_util.keystr(path, simple=True, separator=".")
-            yield name, inner
-            yield from _inside(f"{name}.", inner)
+    found, _ = jax.tree_util.tree_flatten_with_path(module, is_leaf=is_inner)
+    for path, inner in found:
+        if not is_inner(inner):
+            continue
+        name = prefix + jax.tree_util.keystr(path, simple=True, separator=".")
+        yield name, inner
+        yield from _inside(f"{name}.", inner)
 
 
 def _intercept(method: Callable, args: tuple, kwargs: dict, context: Any) -> Any:
@@ -103,6 +107,7 @@ def _scoped(function: Callable, path: str) -> Callable:
 
 def _use_formula(module: Any) -> None:
     for cls in type(module).__mro__:
-        attribute, value = FORMULA.get(cls.__module__.split(".")[0], ("", ""))
+        package = cls.__module__.split(".")[0]
+        attribute, value = FORMULA.get(package, ("", ""))
         if attribute and isinstance(getattr(module, attribute, None), str):
             setattr(module, attribute, value)

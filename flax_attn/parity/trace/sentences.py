@@ -15,17 +15,20 @@ if TYPE_CHECKING:
 
 # Submodules with the same difference that are named.
 NAMED = 3
+# Lines of source of one side that are named.
+SHOWN = 3
 # What differs as a whole expression.
 PARTS = ("operation", "operand", "term", "base", "order", "sign", "bounds")
 
 
 def headline(found: Hypothesis) -> str:
     """Return what differs, in a sentence without an end."""
-    where = found.node or "the whole module"
-    if found.also:
-        more = f" and {len(found.also) - NAMED} more" if len(found.also) > NAMED else ""
-        others = [path or "the whole module" for path in found.also[:NAMED]]
-        where = f"{where} (also {', '.join(others)}{more})"
+    paths = [path or "the whole module" for path in (found.node, *found.also)]
+    where, *others = paths
+    if others:
+        left = len(others) - NAMED
+        more = f" and {left} more" if left > 0 else ""
+        where = f"{where} (also {', '.join(others[:NAMED])}{more})"
     run = "in the backward pass " if found.backward else ""
     doubt = "perhaps " if found.doubtful else ""
     return f"{where}: {run}{doubt}{_difference(found)}"
@@ -56,7 +59,8 @@ def miscompiled(found: Miscompiled) -> str:
 def lines_of_miscompiled(found: Miscompiled) -> Iterator[str]:
     """Yield the sentence, lines of source, the settings that were tried, and a reproduction."""
     yield miscompiled(found)
-    yield from (f"  {place}  {_short(place.source)}" for place in found.places[:NAMED])
+    for place in found.places[:NAMED]:
+        yield f"  {place}  {_short(place.source)}"
     if found.jaxpr:
         yield f"  right with {', '.join(found.helps) or 'no setting that was tried'}"
         yield f"  wrong as well with {', '.join(found.useless) or 'none'}"
@@ -64,8 +68,10 @@ def lines_of_miscompiled(found: Miscompiled) -> Iterator[str]:
         yield "  this script shows it without flax_attn:"
     elif found.note:
         yield f"  there is no script that shows it: {found.note}"
+    # Where no script can be written, the program itself is shown.
     shown = found.script or found.jaxpr
-    yield from (f"    {line}".rstrip() for line in shown.splitlines())
+    for line in shown.splitlines():
+        yield f"    {line}".rstrip()
 
 
 def proof(found: Difference) -> str:
@@ -106,17 +112,20 @@ def _difference(found: Hypothesis) -> str:
         )
     if found.parameter == "expression":
         return "both compute something else from the same values"
+    side, other = _sides(bool(ours))
     if found.parameter == "gradient":
-        side, other = ("flax", "torch") if ours else ("torch", "flax")
         return f"{side} stops the gradient here by {found.operation}, {other} does not"
     if not ours or not theirs:
-        has, lacks, value = ("flax", "torch", ours) if ours else ("torch", "flax", theirs)
         kind = {"sum": "adds", "product": "multiplies by"}.get(found.operation, "has")
-        return f"{has} {kind} {value}, {lacks} does not"
+        return f"{side} {kind} {ours or theirs}, {other} does not"
+    return _both_have(found, ours, theirs)
+
+
+def _both_have(found: Hypothesis, ours: str, theirs: str) -> str:
     if found.parameter == "constant":
         return f"flax adds {ours}, torch {theirs}"
     if found.parameter == "factor" and {ours, theirs} == {"1", "-1"}:
-        side, other = ("flax", "torch") if ours == "-1" else ("torch", "flax")
+        side, other = _sides(ours == "-1")
         return f"{side} changes the sign, {other} does not"
     if found.parameter == "factor":
         return f"flax multiplies by {ours}, torch by {theirs}"
@@ -130,30 +139,38 @@ def _difference(found: Hypothesis) -> str:
     return f"flax has {found.parameter} {ours}, torch {theirs}"
 
 
+def _sides(in_flax: bool) -> tuple[str, str]:
+    """Return the side that has something, and the other one."""
+    return ("flax", "torch") if in_flax else ("torch", "flax")
+
+
 def lines(found: Hypothesis) -> Iterator[str]:
     """Yield the sentence, and both sides with their lines of source."""
     yield headline(found)
+    # These two have their note in the sentence.
     if found.note and found.parameter not in ("layout", "rounding"):
         yield f"  {found.note}"
     for name, side in (("flax ", found.flax), ("torch", found.torch)):
         if not side.expression:
             continue
         yield f"  {name} {_place(side)}  {_short(_shown(found, side))}"
-        if side.places and side.places[0].source:
-            yield f"        {_short(side.places[0].source)}"
+        source = side.places[0].source if side.places else ""
+        if source:
+            yield f"        {_short(source)}"
 
 
 def _place(side: Side) -> str:
     if not side.places:
         return "(no line known)"
-    first, *others = side.places[:3]
-    shown = [(place.file, place.line) for place in side.places[:3]]
-    callers = [place.caller for place in side.places[:3] if place.caller not in (None, *shown)]
-    called = ""
-    if callers:
-        file, line = callers[0]
-        called = f" (called in {Path(file).name}:{line})"
-    return f"{first}{''.join(f', {place.line}' for place in others)}{called}"
+    first, *others = side.places[:SHOWN]
+    shown = str(first) + "".join(f", {place.line}" for place in others)
+    lines = [(place.file, place.line) for place in (first, *others)]
+    callers = [place.caller for place in (first, *others) if place.caller]
+    # A caller that is shown itself says nothing more.
+    for file, line in callers:
+        if (file, line) not in lines:
+            return f"{shown} (called in {Path(file).name}:{line})"
+    return shown
 
 
 def _shown(found: Hypothesis, side: Side) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -62,21 +63,22 @@ def _addmm(bias: Any, left: Any, right: Any, *, beta: Any = 1, alpha: Any = 1) -
     product = left @ right
     if alpha != 1:
         product = product * alpha
-    return product + (bias if beta == 1 else bias * beta)
+    if beta != 1:
+        bias = bias * beta
+    return product + bias
 
 
 def _var_mean(x: Any, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Any:
-    axes = tuple(range(x.ndim)) if dim is None else tuple(dim)
-    mean = x.mean(axes, keepdim=True)
-    count = 1
-    for axis in axes:
-        count *= x.shape[axis]
-    squares = (x - mean).square().sum(axes, keepdim=True)
-    variance = squares / (count - (1 if correction is None else correction))
+    axes = range(x.ndim) if dim is None else dim
+    # Negative axes count from the last.
+    summed = tuple(axis % x.ndim for axis in axes)
+    count = math.prod(x.shape[axis] for axis in summed)
+    correction = 1 if correction is None else correction
+    mean = x.mean(summed, keepdim=True)
+    squares = (x - mean).square().sum(summed, keepdim=True)
+    variance = squares / (count - correction)
     if keepdim:
         return variance, mean
-    # Negative axes count from the last.
-    summed = {axis % x.ndim for axis in axes}
     shape = [size for axis, size in enumerate(x.shape) if axis not in summed]
     return variance.reshape(shape), mean.reshape(shape)
 
@@ -93,20 +95,28 @@ def _group_norm(x, weight, bias, batch, channels, pixels, groups, eps):
     grouped = x.reshape(batch, groups, -1)
     variance, mean = _var_mean(grouped, (2,), correction=0, keepdim=True)
     inverse = (variance + eps).rsqrt()
-    normed = ((grouped - mean) * inverse).reshape(x.shape)
-    each = (1, channels, *(1 for _ in x.shape[2:]))
+    scaled = (grouped - mean) * inverse
+    normed = scaled.reshape(x.shape)
     if weight is not None:
-        normed = normed * weight.reshape(each)
+        normed = normed * _of_channels(weight, x.ndim)
     if bias is not None:
-        normed = normed + bias.reshape(each)
-    return normed, mean.reshape(batch, groups), inverse.reshape(batch, groups)
+        normed = normed + _of_channels(bias, x.ndim)
+    each = batch, groups
+    return normed, mean.reshape(each), inverse.reshape(each)
+
+
+def _of_channels(parameter: Any, rank: int) -> Any:
+    """Return a parameter with a number for each channel, to compute with images of a rank."""
+    shape = [1] * rank
+    shape[1] = -1
+    return parameter.reshape(shape)
 
 
 def _flash_attention(
     query, key, value, dropout_p=0.0, is_causal=False, *, attn_mask=None, scale=None
 ):
     out = _attention(query, key, value, attn_mask, dropout_p, is_causal, scale)
-    scores = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    scores = _scores(query, key, scale)
     if is_causal:
         hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
         scores = torch.where(hidden, -torch.inf, scores)
@@ -115,11 +125,17 @@ def _flash_attention(
     return out, scores.logsumexp(-1)
 
 
+def _scores(query: torch.Tensor, key: torch.Tensor, scale: float | None) -> torch.Tensor:
+    size = query.shape[-1]
+    products = query @ key.transpose(-2, -1)
+    return products * (size**-0.5 if scale is None else scale)
+
+
 def _convolution(x: Any, weight: Any, bias: Any, *options: Any) -> Any:
     if bias is None:
         return NotImplemented
-    each = (1, -1, *(1 for _ in weight.shape[2:]))
-    return aten.convolution.default(x, weight, None, *options) + bias.reshape(each)
+    found = aten.convolution.default(x, weight, None, *options)
+    return found + _of_channels(bias, weight.ndim)
 
 
 FORMULAS: dict[Any, Callable[..., Any]] = {
@@ -138,9 +154,8 @@ class Attention(TorchFunctionMode):
     """Computes attention by its formula, whose steps have values."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func is functional.scaled_dot_product_attention:
-            return _attention(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+        called = _attention if func is functional.scaled_dot_product_attention else func
+        return called(*args, **(kwargs or {}))
 
 
 def _attention(
@@ -157,8 +172,7 @@ def _attention(
         groups = query.shape[-3] // key.shape[-3]
         key = key.repeat_interleave(groups, -3)
         value = value.repeat_interleave(groups, -3)
-    scores = query @ key.transpose(-2, -1)
-    scores = scores * (query.shape[-1] ** -0.5 if scale is None else scale)
+    scores = _scores(query, key, scale)
     if is_causal:
         attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
     if attn_mask is None:

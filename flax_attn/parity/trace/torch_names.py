@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -46,8 +47,6 @@ NAMES: dict[str, str] = {
     "bitwise_or": "or",
     "logical_or": "or",
     "arange": "iota",
-    "sigmoid": "sigmoid",
-    "reciprocal": "reciprocal",
 }
 # Arguments that say how and not what.
 SETTINGS = {
@@ -63,6 +62,7 @@ SETTINGS = {
 }
 HIDDEN = {
     *SETTINGS,
+    "keepdim",
     "padding_idx",
     "scale_grad_by_freq",
     "sparse",
@@ -72,6 +72,10 @@ HIDDEN = {
     "allow_tf32",
     "half_to_float",
 }
+# Operations that take all axes where none are given.
+REDUCTIONS = ("sum", "mean", "amax", "amin", "prod", "all", "any")
+# Operations that JAX describes by the shape of the result.
+SHAPED = ("reshape", "broadcast", "iota", "zeros_like", "ones_like")
 
 
 def name_of(func: Any) -> str:
@@ -83,8 +87,8 @@ def name_of(func: Any) -> str:
     """
     name: str = func._schema.name.partition("::")[2]
     # Operations in place end in an underscore, private ones begin with one.
-    plain = name.rstrip("_") if not name.startswith("__") else name
-    return NAMES[plain] if plain in NAMES else plain.lstrip("_")
+    plain = name if name.startswith("__") else name.rstrip("_")
+    return NAMES.get(plain, plain.lstrip("_"))
 
 
 def parameters_of(
@@ -104,7 +108,7 @@ def parameters_of(
     rank = 0 if operand is None else operand.ndim
     if name == "transpose":
         return {"axes": _permutation(given, rank)}
-    if name in ("reshape", "broadcast", "iota", "zeros_like", "ones_like"):
+    if name in SHAPED:
         return {"shape": tuple(result.shape)}
     if name == "cast":
         return {"dtype": _plain(result.dtype)}
@@ -112,37 +116,46 @@ def parameters_of(
     for key, value in given.items():
         if key in ("dim", "dims") and rank:
             axes = value if isinstance(value, tuple | list) else (value,)
-            found["axes"] = tuple(axis % rank for axis in axes)
-        elif key not in ("keepdim",):
+            found["axes"] = _positive(axes, rank)
+        else:
             found[key] = _plain(value)
-    if name in REDUCTIONS and "axes" not in found:
-        found["axes"] = tuple(range(rank))
+    if name in REDUCTIONS:
+        found.setdefault("axes", tuple(range(rank)))
     return found
-
-
-REDUCTIONS = ("sum", "mean", "amax", "amin", "prod", "all", "any")
 
 
 def _permutation(given: dict[str, Any], rank: int) -> tuple[int, ...]:
     if "dims" in given:
-        return tuple(axis % rank for axis in given["dims"])
+        return _positive(given["dims"], rank)
     axes = list(range(rank))
     # `t` takes no axes.
-    first, second = given.get("dim0", 0) % max(rank, 1), given.get("dim1", -1) % max(rank, 1)
+    swapped = given.get("dim0", 0), given.get("dim1", -1)
+    first, second = _positive(swapped, max(rank, 1))
     axes[first], axes[second] = axes[second], axes[first]
     return tuple(axes)
+
+
+def _positive(axes: Sequence[int], rank: int) -> tuple[int, ...]:
+    """Return axes counted from the first."""
+    return tuple(axis % rank for axis in axes)
 
 
 def _settings(func: Any, args: tuple, kwargs: dict) -> dict[str, Any]:
     """Return the arguments that are neither tensors nor numbers to compute with, by name."""
     found = {}
     for i, argument in enumerate(func._schema.arguments):
-        value = args[i] if i < len(args) else kwargs.get(argument.name, argument.default_value)
-        number = str(argument.type) in ("number", "Scalar", "Tensor")
-        if argument.name in HIDDEN or number or value is None or _holds_tensors(value):
+        if argument.name in HIDDEN or takes_number(argument):
             continue
-        found[argument.name] = value
+        value = args[i] if i < len(args) else kwargs.get(argument.name, argument.default_value)
+        if value is not None and not _holds_tensors(value):
+            found[argument.name] = value
     return found
+
+
+def takes_number(argument: Any) -> bool:
+    """Whether an operation computes with an argument that may be a number."""
+    # A number is taken where a tensor is, too.
+    return str(argument.type) in ("number", "Scalar", "Tensor")
 
 
 def _holds_tensors(value: Any) -> bool:
@@ -153,4 +166,6 @@ def _holds_tensors(value: Any) -> bool:
 def _plain(value: Any) -> Any:
     if isinstance(value, list):
         return tuple(value)
-    return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    return value

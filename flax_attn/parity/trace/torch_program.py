@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -45,21 +45,18 @@ class _Recorder(TorchDispatchMode):
         outer = self._place
         self._place = outer or self._here()
         try:
-            formula = self.formulas.get(func)
+            formula = self.formulas.get(func, func.decompose)
             with self:
-                found = (
-                    func.decompose(*args, **kwargs) if formula is None else formula(*args, **kwargs)
-                )
-            return self._recorded(func, args, kwargs) if found is NotImplemented else found
+                found = formula(*args, **kwargs)
+            if found is NotImplemented:
+                found = self._recorded(func, args, kwargs)
+            return found
         finally:
             self._place = outer
 
     def source(self, name: str, tensor: torch.Tensor) -> Node:
         """Keep a tensor that the run is given."""
-        node = Node("source", (), as_numpy(tensor), name=name)
-        self.nodes.append(node)
-        self._keep(tensor, node)
-        return node
+        return self._added(tensor, Node("source", (), as_numpy(tensor), name=name))
 
     def node(self, tensor: torch.Tensor) -> Node:
         """Return the node of a tensor: of itself, or of what was written into its memory."""
@@ -73,38 +70,39 @@ class _Recorder(TorchDispatchMode):
             return node
         written = self._written.get(key[0])
         if written is None:
-            node = Node("constant", (), value, place=self._place)
+            made = Node("constant", (), value, place=self._place)
         elif written.value.size == _room(tensor):
-            node = Node("view", (written,), value, place=self._place)
+            made = Node("view", (written,), value, place=self._place)
         else:
             # A part of the memory was written after the whole was.
-            before = () if node is None else (node,)
-            node = Node("assigned", (*before, written), value, place=written.place)
+            operands = (written,) if node is None else (node, written)
+            made = Node("assigned", operands, value, place=written.place)
+        return self._added(tensor, made)
+
+    def _added(self, tensor: torch.Tensor, node: Node, written: bool = True) -> Node:
         self.nodes.append(node)
-        self._keep(tensor, node)
+        self._keep(tensor, node, written)
         return node
 
     def _recorded(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        """Return what an operation computes, and keep it."""
         name = torch_names.name_of(func)
         given = list(_operands(func, args, kwargs))
-        operands = [self._operand(value) for value in given]
+        operands = tuple(self._operand(value) for value in given)
         found = func(*args, **kwargs)
         if _is_same(name, found, given) and not self._is_detached(name):
             self._keep(found, operands[0])
             return found
         results = found if isinstance(found, tuple | list) else [found]
-        tensors = [x for x in results if isinstance(x, torch.Tensor)]
+        tensors = list(_tensors(results))
         if not tensors:
             return found
-        first = next((value for value in given if isinstance(value, torch.Tensor)), None)
+        first = next(_tensors(given), None)
         parameters = torch_names.parameters_of(func, args, kwargs, first, tensors[0])
         for i, tensor in enumerate(tensors):
             index = {"result": i} if len(tensors) > 1 else {}
-            node = Node(
-                name, tuple(operands), as_numpy(tensor), {**parameters, **index}, self._place
-            )
-            self.nodes.append(node)
-            self._keep(tensor, node, written=_writes(func))
+            node = Node(name, operands, as_numpy(tensor), parameters | index, self._place)
+            self._added(tensor, node, written=_writes(func))
         return found
 
     def _is_detached(self, name: str) -> bool:
@@ -131,7 +129,8 @@ class _Recorder(TorchDispatchMode):
             return self._forward_place(backward)
         # Read here, where no frame of the harness is between.
         frames = list(_frames())
-        place = place_of(frames, self.modules[-1] if self.modules else "")
+        module = self.modules[-1] if self.modules else ""
+        place = place_of(frames, module)
         if place is not None:
             self._modules_of_lines[place.file, place.line] = place.module
         return place
@@ -139,18 +138,21 @@ class _Recorder(TorchDispatchMode):
     def _forward_place(self, node: Any) -> Place | None:
         """Return the line of the operation whose backward pass runs, which autograd has kept."""
         kept = FRAME.findall("".join(node.metadata.get("traceback_", [])))
+        # A traceback ends with the innermost line.
         frames = [(file, int(line)) for file, line in reversed(kept) if file not in RECORDING]
         place = place_of(frames)
         if place is None:
             return None
-        return replace(place, module=self._modules_of_lines.get((place.file, place.line), ""))
+        module = self._modules_of_lines.get((place.file, place.line), "")
+        return replace(place, module=module)
 
 
 def _frames() -> Iterator[tuple[str, int]]:
     frame = sys._getframe(2)
     while frame is not None:
-        if frame.f_code.co_filename not in RECORDING:
-            yield frame.f_code.co_filename, frame.f_lineno
+        file = frame.f_code.co_filename
+        if file not in RECORDING:
+            yield file, frame.f_lineno
         frame = frame.f_back
 
 
@@ -172,32 +174,28 @@ def _is_same(name: str, found: Any, given: list[Any]) -> bool:
     return unchanged or name in torch_names.SAME
 
 
+def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    return (value for value in values if isinstance(value, torch.Tensor))
+
+
 def _operands(func: Any, args: tuple, kwargs: dict) -> Iterator[Any]:
     """Yield the tensors and numbers that an operation computes with."""
     for i, argument in enumerate(func._schema.arguments):
-        value = args[i] if i < len(args) else kwargs.get(argument.name)
         if argument.name in torch_names.SETTINGS:
             continue
+        value = args[i] if i < len(args) else kwargs.get(argument.name)
         if isinstance(value, torch.Tensor):
             yield value
         elif isinstance(value, list | tuple):
-            yield from (inner for inner in value if isinstance(inner, torch.Tensor))
-        elif _computes_with(argument, value):
+            yield from _tensors(value)
+        elif isinstance(value, int | float) and torch_names.takes_number(argument):
             yield value
 
 
-def _computes_with(argument: Any, value: Any) -> bool:
-    # A number is taken where a tensor is, too.
-    kind = str(argument.type)
-    return isinstance(value, int | float) and kind in ("number", "Scalar", "Tensor")
-
-
 def _writes(func: Any) -> bool:
-    views = any(argument.alias_info for argument in func._schema.arguments)
-    written = any(
-        argument.alias_info and argument.alias_info.is_write for argument in func._schema.arguments
-    )
-    return written or not views
+    """Whether the memory of a result is filled, which a view only reads."""
+    aliases = [argument.alias_info for argument in func._schema.arguments if argument.alias_info]
+    return not aliases or any(alias.is_write for alias in aliases)
 
 
 def torch_program(
