@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from flax_attn.parity.adapters.adapter import error_text
+from flax_attn.parity.adapters.adapter import Float32, error_text
 from flax_attn.parity.adapters.recording import Recording
 from flax_attn.parity.check import Check
 from flax_attn.parity.checks import run_checks
@@ -34,6 +34,13 @@ if TYPE_CHECKING:
 TABLE_MARGIN = 1e-7
 ROUNDED = "beyond the digits of a table in float32, which the report names"
 
+# What the runs in float64 read in another way than it is written.
+FLOAT32 = {
+    ("torch", Float32.BY_LIBRARY): "in float64, tensors of PyTorch that name no dtype are float64",
+    ("torch", Float32.NAMED): "in float64, what PyTorch makes in float32 is float64, also by name",
+    ("flax", Float32.BY_LIBRARY): "in float64, JAX's attention takes its softmax in float64",
+    ("flax", Float32.NAMED): "in float64, what JAX makes in float32 is float64, also by name",
+}
 # Beside the checks, in a journal.
 LOCATING = "where they differ"
 
@@ -335,9 +342,7 @@ def _notes(pair: Pair, names: Sequence[str] | None) -> list[str]:
             f"the JAX module mixes dtypes, which jax_numpy_dtype_promotion={setting} refuses:"
             " judged with JAX's default, standard"
         )
-    float32 = getattr(pair.own_torch, "float32", None)
-    if float32 is not None and float32.name != "AS_WRITTEN":
-        notes.append(f"in the runs in float64, {float32.value}")
-    if getattr(pair.flax, "widens", False):
-        notes.append("and so is what JAX's source makes in float32")
+    for adapter in (pair.own_torch, pair.flax):
+        kind = getattr(adapter, "float32", Float32.AS_WRITTEN)
+        notes.extend(filter(None, [FLOAT32.get((adapter.framework, kind))]))
     return notes + note_on_variance(getattr(pair.flax, "module", None))

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +11,14 @@ import numpy as np
 from flax_attn import convert
 from flax_attn.convert.rules import Entry
 from flax_attn.parity import tolerance
-from flax_attn.parity.adapters.adapter import Adapter, AdapterError, Arrays, NotRun, PairingError
+from flax_attn.parity.adapters.adapter import (
+    Adapter,
+    AdapterError,
+    Arrays,
+    Float32,
+    NotRun,
+    PairingError,
+)
 from flax_attn.parity.adapters.jax_adapter import JaxAdapter
 from flax_attn.parity.adapters.module_adapter import ModuleCall
 from flax_attn.parity.adapters.recording import Recording, RecordingAdapter
@@ -22,6 +28,8 @@ from flax_attn.parity.pair import Pair
 from flax_attn.parity.training import check_choice
 from flax_attn.parity.weight_map import weight_map
 
+# Of JAX and of PyTorch.
+Readings = tuple[Float32, Float32]
 # Or "auto".
 Layout = convert.LayoutLike | None
 
@@ -146,72 +154,75 @@ def _check_extras(pair: Pair) -> None:
 
 
 def _choose_float32(pair: Pair) -> None:
-    """Have the runs in float64 read float32 so that the outputs agree, or PyTorch's call runs.
+    """Have the runs in float64 read float32 so that the outputs agree, or that PyTorch's call runs.
 
-    PyTorch makes float32 where a call names no dtype, and JAX makes float64 there. Where PyTorch
-    computes in float32 on purpose, two right ports agree to 1e-7 only, as both round: then both
-    compute in float64. Where PyTorch does not, float32 in JAX is a difference.
+    PyTorch makes float32 where a call names no dtype, JAX in its attention. Where PyTorch computes
+    in float32 on purpose, two right ports agree to 1e-7 only, as both round: then both compute in
+    float64. Where PyTorch does not, float32 that the port names is a difference.
     """
-    # An adapter of PyTorch; those of tests have no such attribute.
-    torch: Any = pair.own_torch
-    if not hasattr(torch, "float32"):
+    if not hasattr(pair.own_torch, "float32") or not isinstance(pair.flax, JaxAdapter):
         return
-    from flax_attn.parity.adapters.torch_float32 import Float32
-
-    found = {}
-    for kind in Float32:
-        torch.float32 = kind
-        pair.forget("torch")
-        found[kind] = _outputs_of_torch(pair)
-        if _error_of_outputs(pair, found[kind]) <= tolerance.FORWARD:
-            return
-    if _differ(found[Float32.AS_WRITTEN], found[Float32.NAMED]) and _agree_in_float64(pair):
+    written = _outputs(pair, "flax", Float32.AS_WRITTEN)
+    theirs = {Float32.AS_WRITTEN: _outputs(pair, "torch", Float32.AS_WRITTEN)}
+    if _error(written, theirs[Float32.AS_WRITTEN]) <= tolerance.FORWARD:
         return
-    runs = [kind for kind in Float32 if found[kind] is not None]
-    torch.float32 = runs[0] if runs else Float32.AS_WRITTEN
-    pair.forget("torch")
+    for kind in (Float32.BY_LIBRARY, Float32.NAMED):
+        theirs[kind] = _outputs(pair, "torch", kind)
+    runs = [kind for kind in Float32 if theirs[kind] is not None]
+    chosen = Float32.AS_WRITTEN, runs[0] if runs else Float32.AS_WRITTEN
+    if written is not None:
+        for readings in _readings(pair, theirs):
+            ours, kind = readings
+            if _error(_outputs(pair, "flax", ours), theirs[kind]) <= tolerance.FORWARD:
+                chosen = readings
+                break
+    _read(pair, "flax", chosen[0])
+    _read(pair, "torch", chosen[1])
 
 
-def _outputs_of_torch(pair: Pair) -> Arrays | None:
-    """Return the outputs of PyTorch in float64; None if it raises."""
+def _readings(pair: Pair, theirs: Mapping[Float32, Arrays | None]) -> Iterator[Readings]:
+    """Yield what both sides may read as float64, the least first."""
+    written, wide = theirs[Float32.AS_WRITTEN], theirs[Float32.NAMED]
+    makes_float32 = wide is not None and _error(written, wide) > 0
+    kinds = list(Float32) if makes_float32 else [Float32.AS_WRITTEN]
+    yield from ((Float32.AS_WRITTEN, kind) for kind in kinds)
+    flax: Any = pair.flax
+    if flax.makes_float32(pair.uncompiled):
+        yield from ((Float32.BY_LIBRARY, kind) for kind in kinds)
+        if makes_float32:
+            yield Float32.NAMED, Float32.NAMED
+
+
+def _outputs(pair: Pair, framework: str, kind: Float32) -> Arrays | None:
+    """Return the outputs in float64 with this reading; None if the call raises."""
+    _read(pair, framework, kind)
     try:
-        return pair.run("torch", pair.uncompiled).outputs
+        return pair.run(framework, pair.uncompiled).outputs
     # What it raises is told where the module is called.
     except (AdapterError, NotRun):
         return None
 
 
-def _error_of_outputs(pair: Pair, theirs: Arrays | None) -> float:
+def _read(pair: Pair, framework: str, kind: Float32) -> None:
+    """Have one side read float32 in this way from here on."""
+    adapter: Any = pair.own_torch if framework == "torch" else pair.flax
+    if adapter.float32 is kind:
+        return
+    pair.forget(framework)
+    if framework == "torch":
+        adapter.float32 = kind
+    else:
+        pair.flax = adapter.reading(kind)
+
+
+def _error(ours: Arrays | None, theirs: Arrays | None) -> float:
     """Return the largest error of an output; infinity where they cannot be compared."""
-    if theirs is None:
+    if ours is None or theirs is None:
         return np.inf
     try:
-        errors = tolerance.relative(pair.run("flax", pair.uncompiled).outputs, theirs)
-    except (AdapterError, NotRun, ValueError):
+        return max(tolerance.relative(ours, theirs).values(), default=np.inf)
+    except ValueError:
         return np.inf
-    return max(errors.values(), default=np.inf)
-
-
-def _differ(written: Arrays | None, named: Arrays | None) -> bool:
-    """Whether PyTorch computes something in float32 by itself."""
-    if written is None or named is None:
-        return named is not None
-    return any(not np.array_equal(written[name], named[name], equal_nan=True) for name in written)
-
-
-def _agree_in_float64(pair: Pair) -> bool:
-    """Whether the outputs agree where JAX computes in float64, too; if so, it does from here on."""
-    if not isinstance(pair.flax, JaxAdapter):
-        return False
-    written = pair.flax
-    pair.flax = copy.copy(written)
-    pair.flax.read_float32_as_float64()
-    pair.forget("flax")
-    if _error_of_outputs(pair, _outputs_of_torch(pair)) <= tolerance.FORWARD:
-        return True
-    pair.flax = written
-    pair.forget("flax")
-    return False
 
 
 def _refuse_train_mode(torch_module: Any, pair: Pair) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
@@ -61,6 +62,18 @@ class BothRaise(NotRun):
 
 class NothingCompared(Exception):  # noqa: N818, it is no error
     """A check that applies to a pair and has nothing to compare; the message says what to do."""
+
+
+class Float32(Enum):
+    """What a run in float64 computes in float64 although it is written in float32.
+
+    `BY_LIBRARY` is what the framework makes float32 by itself: tensors of PyTorch that name no
+    dtype, and the softmax of JAX's attention. `NAMED` is what the source of the module names, too.
+    """
+
+    AS_WRITTEN = "nothing"
+    BY_LIBRARY = "what the library makes in float32"
+    NAMED = "what the library makes in float32, and what the source names float32"
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial, wraps
 from typing import Any, get_args
 
@@ -15,6 +15,7 @@ import numpy as np
 from flax_attn.convert.rules import Entry
 from flax_attn.parity.adapters.adapter import (
     Arrays,
+    Float32,
     Mode,
     Result,
     RunSpec,
@@ -82,12 +83,12 @@ class JaxAdapter(ModuleAdapter):
 
     Attributes:
         mixes_dtypes: whether the module has failed without JAX's default promotion of dtypes.
-        widens: whether a run in float64 reads float32 as float64.
+        float32: how a run in float64 reads float32.
     """
 
     framework = "flax"
     mixes_dtypes = False
-    widens = False
+    float32 = Float32.AS_WRITTEN
 
     def __init__(
         self,
@@ -142,10 +143,18 @@ class JaxAdapter(ModuleAdapter):
         other._modes = _in_each_mode(module)
         return other
 
-    def read_float32_as_float64(self) -> None:
-        """Compute in float64 from here on, in runs in float64, what the source has in float32."""
-        self.widens = True
-        self.programs = Programs(self._stepped)
+    def reading(self, float32: Float32) -> JaxAdapter:
+        """Return an adapter of the same module whose runs in float64 read float32 in this way."""
+        other = copy.copy(self)
+        other.float32 = float32
+        other.programs = Programs(other._stepped)
+        return other
+
+    def makes_float32(self, spec: RunSpec) -> bool:
+        """Whether a run in float64 computes something in float32."""
+        trace = jax.make_jaxpr(partial(self.programs.outputs, mode=spec.mode))
+        program = trace(*self.arguments(spec))
+        return "f32[" in str(program)
 
     def built(self, mode: Mode = "eval", dtype: str = "float64") -> Any:
         """Return the module with its parameters, in a dtype."""
@@ -262,10 +271,15 @@ class JaxAdapter(ModuleAdapter):
     ) -> tuple[dict[str, Any], Any]:
         """Return the outputs of a call, and the state that it leaves."""
         module = self._build(params, state, mode)
-        wide = self.widens and _any_float64(params, inputs)
-        call = self._calls[False].function
-        with named_float32_as_float64(*((module, call) if wide else ())):
+        with self._reading_of(module) if _any_float64(params, inputs) else nullcontext():
             return self._called(module, inputs, state, extras, mode, cached, before)
+
+    def _reading_of(self, module: Any) -> AbstractContextManager[None]:
+        if self.float32 is Float32.AS_WRITTEN:
+            return nullcontext()
+        call = self._calls[False].function
+        parts = (module, call) if self.float32 is Float32.NAMED else ()
+        return named_float32_as_float64(*parts)
 
     def _called(
         self,

@@ -1,4 +1,4 @@
-"""A call of a JAX module in which what its source names float32 is float64."""
+"""A call of a JAX module in which what its source, or that of JAX, names float32 is float64."""
 
 from __future__ import annotations
 
@@ -18,15 +18,22 @@ from flax import nnx
 _LIBRARIES = {"builtins", "equinox", "flax", "flax_attn", "haiku", "jax", "keras", "numpy", "torch"}
 
 
+# Where JAX takes a softmax in float32 whatever it is given.
+_ATTENTION = "jax._src.nn.functions"
+
+
 @contextmanager
 def named_float32_as_float64(*parts: Any) -> Iterator[None]:
-    """Read float32 as float64 where these modules and functions are written.
+    """Read float32 as float64 in JAX's attention, and in what is written where these parts are.
 
     It is read so in the Python modules that define them, their submodules, and functions that those
     use. A name of float32 elsewhere, such as in the default of an argument, stays as it is.
     """
+    sources = _sources(parts)
+    if _ATTENTION in sys.modules:
+        sources.append(sys.modules[_ATTENTION])
     with ExitStack() as stack:
-        for source in _sources(parts):
+        for source in sources:
             for name, value in list(vars(source).items()):
                 wider = _wider(value)
                 if wider is not value:

@@ -13,6 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flax_attn.parity.adapters.adapter import (
     Arrays,
+    Float32,
     PairingError,
     Result,
     RunSpec,
@@ -23,7 +24,7 @@ from flax_attn.parity.adapters.adapter import (
 )
 from flax_attn.parity.adapters.module_adapter import ModuleAdapter, check_kind, output_of
 from flax_attn.parity.adapters.torch_dropout import WithoutDropout
-from flax_attn.parity.adapters.torch_float32 import Float32, reading
+from flax_attn.parity.adapters.torch_float32 import reading
 from flax_attn.parity.adapters.torch_functions import TorchFunctions
 from flax_attn.parity.adapters.torch_rounding import MoreRounding
 from flax_attn.parity.adapters.torch_tensors import (

@@ -8,19 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from enum import Enum
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-
-class Float32(Enum):
-    """How a float64 run reads float32, described as a report does."""
-
-    AS_WRITTEN = "as it is written"
-    BY_DEFAULT = "tensors of PyTorch that name no dtype are float64, as those of JAX are"
-    NAMED = "what PyTorch's source makes in float32 is float64, also where it names float32"
+from flax_attn.parity.adapters.adapter import Float32
 
 
 @contextmanager
@@ -28,7 +21,7 @@ def reading(kind: Float32) -> Iterator[None]:
     """Read float32 in one of these ways.
 
     Example:
-        >>> with reading(Float32.BY_DEFAULT):
+        >>> with reading(Float32.BY_LIBRARY):
         ...     torch.ones(2).dtype, torch.ones(2, dtype=torch.float32).dtype
         (torch.float64, torch.float32)
         >>> with reading(Float32.NAMED):
