@@ -141,9 +141,11 @@ def _is_in_softmax(node: Node, users: Users) -> bool:
     """Whether a value is a step of a softmax before its end, or of several that divide by a sum."""
     after = list(beyond_layout(node, users))
     if node.operation == "exp":
-        sums = [user for user in after if user.operation == "sum"]
-        is_whole = all(user.operation in ("sum", "div") for user in after)
-        return len(sums) == 1 and is_whole and _is_in_softmax(sums[0], users)
+        operations = [user.operation for user in after]
+        # The exponentials are summed once, and divided by their sum.
+        if operations.count("sum") != 1 or not {"sum", "div"}.issuperset(operations):
+            return False
+        return _is_in_softmax(after[operations.index("sum")], users)
     if node.operation == "sum":
         return bool(after) and all(map(_ends_sum, after))
     if node.operation == "log":
@@ -179,7 +181,7 @@ def _depths(nodes: Sequence[Node], program: Program) -> dict[Node, int]:
     """Return how many operations lie between values that agree and each node."""
     found: dict[Node, int] = {}
     for node in nodes:
-        before = [found[operand] for operand in node.operands if operand in found]
+        before = [found.get(operand, 0) for operand in node.operands]
         found[node] = max(before, default=0)
         # What makes a mask or a table is one step, however long it is.
         computes = node.operation not in LAYOUT and node in program.varying

@@ -195,12 +195,14 @@ def _difference(found: Search, backward: bool = False) -> Difference:
     wrong = tuple(found.wrong)
     steps = tuple(_steps(found.alignment))
     if wrong and not found.hypotheses:
+        # No value of PyTorch could replace one of JAX: this is only where the programs part.
         parting = parted(found.alignment, wrong)
         vague = [replace(one, doubtful=one.parameter == "layout") for one in parting]
         return Difference(tuple(vague), wrong, steps, backward, unproven=True)
-    doubtful = bool(wrong) or len(found.hypotheses) >= MANY
+    still_wrong = bool(wrong)
+    doubtful = still_wrong or len(found.hypotheses) >= MANY
     hypotheses = []
-    for one in _told(found.hypotheses, bool(wrong)):
+    for one in _told(found.hypotheses, still_wrong):
         hypotheses.append(replace(one, backward=backward, doubtful=doubtful))
     attention = {} if backward else _attention(found.alignment)
     return Difference(tuple(hypotheses), wrong, steps, backward, attention=attention)

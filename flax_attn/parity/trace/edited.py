@@ -140,11 +140,14 @@ def _walk(jaxpr: Any, path: Path, outer: Scope, called: bool) -> Iterator[Found]
         inside = called or CALLED in str(equation.source_info.name_stack)
         scope = scope_of(equation, outer)
         place = scope.place
-        if place and inside and not in_library(place.file) and len(equation.outvars) == 1:
+        is_own = inside and place is not None and not in_library(place.file)
+        # Edits change a result, which is to be the only one.
+        if place and is_own and len(equation.outvars) == 1:
             yield (*path, (i, 0)), Operation(equation, makers), place
         for j, program in enumerate(_inner(equation)):
             body, _ = opened(program)
-            yield from _walk(body, (*path, (i, j)), scope, inside)
+            deeper = (*path, (i, j))
+            yield from _walk(body, deeper, scope, inside)
 
 
 def _edited(program: Any, path: Path, compute: Compute, *arguments: Any) -> list[Any]:

@@ -104,16 +104,13 @@ def permute(op: Operation) -> Iterator[Variant]:
     start, stop = _bounds_of_split(few, many)
     # The first order is the one that the operation has.
     for order in list(permutations(range(stop - start)))[1:]:
+        within = _within(order, start, len(many))
         if splits:
-            permuted = [many[start + i] for i in order]
-            sizes = (*many[:start], *permuted, *many[stop:])
-            back = np.argsort(order).tolist()
-            axes = _within(back, start, len(many))
-            change = partial(_split, sizes=sizes, axes=axes)
+            sizes = [many[axis] for axis in within]
+            change = partial(_split, sizes=sizes, axes=np.argsort(within).tolist())
             yield f"reshape: axis {start} is split in the order {order}", change
         else:
-            axes = _within(order, start, len(many))
-            change = partial(_merged, axes=axes, shape=after)
+            change = partial(_merged, axes=within, shape=after)
             yield f"reshape: axes from {start} are merged in the order {order}", change
 
 
@@ -269,7 +266,8 @@ def _bounds(op: Operation) -> Iterator[Variant]:
     starts, stops = params["start_indices"], params["limit_indices"]
     for axis, size in enumerate(op.given[0].shape):
         for step in (-1, 1):
-            start, stop = starts[axis] + step, stops[axis] + step
+            start = starts[axis] + step
+            stop = stops[axis] + step
             if start < 0 or stop > size:
                 continue
             changed_starts = _replaced(starts, axis, start)
@@ -300,8 +298,8 @@ def other(op: Operation) -> Iterator[Variant]:
         yield f"{name} in place of {op.name}", lambda given: function(*given)
     if op.primitive in REDUCTIONS:
         name, reduction = REDUCTIONS[op.primitive]
-        axes = tuple(op.equation.params["axes"])
-        yield f"{name} in place of {op.name}", lambda given: reduction(given[0], axis=axes)
+        reduce = partial(reduction, axis=tuple(op.equation.params["axes"]))
+        yield f"{name} in place of {op.name}", lambda given: reduce(given[0])
 
 
 def sign(op: Operation) -> Iterator[Variant]:

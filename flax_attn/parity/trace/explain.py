@@ -52,10 +52,10 @@ def parted(alignment: Alignment, wrong: Sequence[str]) -> list[Hypothesis]:
     """
     flax_outputs = [alignment.flax.outputs[name] for name in wrong]
     torch_outputs = [alignment.torch.outputs[name] for name in wrong]
-    ours = _first_of(cone(flax_outputs, alignment.torch_of))
-    theirs = _first_of(cone(torch_outputs, alignment.flax_of))
+    ours = cone(flax_outputs, alignment.torch_of)
+    theirs = cone(torch_outputs, alignment.flax_of)
     found = []
-    for flax, torch in product(ours, theirs):
+    for flax, torch in product(_first_of(ours), _first_of(theirs)):
         if flax.operation == torch.operation:
             found += _side_by_side(alignment, flax, torch).same_operands()
     for flax, torch in zip(flax_outputs, torch_outputs, strict=True):
@@ -199,7 +199,8 @@ class _Explained:
     def _covered(self, found: Sequence[Gap]) -> Iterator[Hypothesis]:
         """Yield which order of numbers differs as well, if what differs is not all."""
         alignment, top, right = self.repair.before, self.repair.flax, self.repair.value
-        replaced = [gap.flax.origin for gap in found if gap.flax and gap.flax.origin]
+        origins = [gap.flax.origin for gap in found if gap.flax]
+        replaced = [origin for origin in origins if origin]
         layouts = [list(layouts_of(gap)) for gap in found]
         after = []
         for values in islice(product(*layouts), COMBINED):
@@ -209,6 +210,7 @@ class _Explained:
             if same_array(reached, right):
                 return
             after.append(alignment.with_changed(changed))
+        # The first layout after which an order is found is the one that is meant.
         for other in after:
             order = narrowed(other, top, right)
             if order is not None:

@@ -127,21 +127,23 @@ def _sums(flax: Expression, torch: Expression) -> Iterator[Gap]:
     """Yield the gaps of two sums."""
     here, there = _weights(flax), _weights(torch)
     for base, own, other in _pop_shared(here, there):
-        if own != other:
-            factors = _numbers(own, other, flax, torch)
-            if base.number is not None:
-                yield Gap("sum", "constant", *factors)
-            else:
-                yield Gap("sum", "factor", *factors, scaled=base)
+        if own == other:
+            continue
+        factors = _numbers(own, other, flax, torch)
+        if base.number is not None:
+            yield Gap("sum", "constant", *factors)
+        else:
+            yield Gap("sum", "factor", *factors, scaled=base)
     for base, other in _paired(list(here), list(there), here, there):
         if base is None or other is None:
-            ours, theirs = _term(base, here), _term(other, there)
-            yield Gap("sum", "term", ours, theirs, flax.origin, torch.origin)
+            terms = _term(base, here), _term(other, there)
+            yield Gap("sum", "term", *terms, flax.origin, torch.origin)
             continue
+        own, its = here[base], there[other]
         if base.number is not None and other.number is not None:
-            ours, theirs = _numbers(here[base], there[other], flax, torch)
+            ours, theirs = _numbers(own, its, flax, torch)
         else:
-            ours, theirs = scaled(here[base], base), scaled(there[other], other)
+            ours, theirs = scaled(own, base), scaled(its, other)
         # A constant has no smaller parts.
         if ours.number is not None:
             yield Gap("sum", "term", ours, theirs)
