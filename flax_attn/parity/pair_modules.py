@@ -169,13 +169,15 @@ def _choose_float32(pair: Pair) -> None:
     for kind in (Float32.BY_LIBRARY, Float32.NAMED):
         theirs[kind] = _outputs(pair, "torch", kind)
     runs = [kind for kind in Float32 if theirs[kind] is not None]
+    readings = _readings(pair, theirs) if written is not None else []
     chosen = Float32.AS_WRITTEN, runs[0] if runs else Float32.AS_WRITTEN
-    if written is not None:
-        for readings in _readings(pair, theirs):
-            ours, kind = readings
-            if _error(_outputs(pair, "flax", ours), theirs[kind]) <= tolerance.FORWARD:
-                chosen = readings
-                break
+    for ours, kind in readings:
+        if _error(_outputs(pair, "flax", ours), theirs[kind]) <= tolerance.FORWARD:
+            chosen = ours, kind
+            break
+        # What JAX's own attention does is no difference of the port, whatever else is.
+        if ours is Float32.BY_LIBRARY:
+            chosen = ours, chosen[1]
     _read(pair, "flax", chosen[0])
     _read(pair, "torch", chosen[1])
 

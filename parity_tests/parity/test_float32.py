@@ -177,6 +177,38 @@ def test_a_table_that_agrees_to_float32_is_no_difference(dtype):
     assert any("as tables do that are built in float32" in cause for cause in report.causes)
 
 
+class TorchTurned(TorchAttention):
+    """Attention whose queries and keys are multiplied by a buffer in float32."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("table", sinusoids(torch, torch.float32))
+
+    def forward(self, x):
+        return super().forward(x * self.table[: x.shape[1]])
+
+
+class Turned(Attention):
+    def __call__(self, x):
+        table = jnp.asarray(sinusoids(jnp, "float64"), x.dtype)
+        return super().__call__(x * table[: x.shape[1]])
+
+
+def test_a_table_before_the_attention_of_jax_is_no_difference():
+    report = compare(Turned(), TorchTurned().eval(), [(2, 9, WIDTH)], checks=CHECKS)
+    assert report.state == "equal where tested"
+
+
+def test_a_table_does_not_hide_another_difference():
+    class Sharper(Turned):
+        def __call__(self, x):
+            return super().__call__(1.5 * x)
+
+    report = compare(Sharper(), TorchTurned().eval(), [(2, 9, WIDTH)], checks=CHECKS)
+    assert report.state == "different"
+    assert any("1.5" in cause for cause in report.causes)
+
+
 def test_a_table_that_is_shifted_is_different():
     report = compare(Table("float32", 1), TorchTable().eval(), [(2, 9, WIDTH)], checks=CHECKS)
     assert report.state == "different"

@@ -271,10 +271,11 @@ class JaxAdapter(ModuleAdapter):
     ) -> tuple[dict[str, Any], Any]:
         """Return the outputs of a call, and the state that it leaves."""
         module = self._build(params, state, mode)
-        with self._reading_of(module) if _any_float64(params, inputs) else nullcontext():
+        with self.read_as(module) if _any_float64(params, inputs) else nullcontext():
             return self._called(module, inputs, state, extras, mode, cached, before)
 
-    def _reading_of(self, module: Any) -> AbstractContextManager[None]:
+    def read_as(self, module: Any) -> AbstractContextManager[None]:
+        """Return the context of a call in float64, in which float32 is read as chosen."""
         if self.float32 is Float32.AS_WRITTEN:
             return nullcontext()
         call = self._calls[False].function

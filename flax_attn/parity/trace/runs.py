@@ -94,7 +94,8 @@ def gradients_with_stops(pair: Pair, traced: Any) -> Callable[[Stops], dict[str,
 
 def _weighted_sum(outputs: Mapping[str, jax.Array], weights: Mapping[str, jax.Array]) -> Any:
     """Return the number that is differentiated: integer outputs have no weight and no gradient."""
-    return sum(jnp.sum(outputs[name] * weight) for name, weight in weights.items())
+    terms = [jnp.sum(outputs[name] * weight) for name, weight in weights.items()]
+    return sum(terms)
 
 
 def _flax_side(pair: Pair) -> JaxAdapter:
@@ -123,7 +124,7 @@ def _flax_function(pair: Pair) -> tuple[FlaxFunction, dict[str, Any]]:
         own = {name: sources[f"parameter {name}"] for name in parameters}
         given = {name: sources[name] for name in inputs}
         module = adapter.built_of(own)
-        with scopes.named(module):
+        with scopes.named(module), adapter.read_as(module):
             return adapter.call(module, given, extras)
 
     return forward, {**_named("parameter", parameters), **inputs}
