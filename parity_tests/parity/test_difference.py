@@ -58,6 +58,7 @@ def planted(*said, shapes=(X,)):
 
 @planted(r"flax has decay.*, torch has -decay", shapes=(X, (8,)))
 class SignOfADecay:
+    # The exponential hides the sign: no factor of an output makes both agree.
     def flax(x, log):
         decay = jnp.exp(log)  # planted
         return jnp.exp(x * decay)
@@ -69,6 +70,7 @@ class SignOfADecay:
 
 @planted(r"multiplies by 1, torch by 0.25", shapes=(X, (5, 8)))
 class NoScaleBeforeAMask:
+    # The two sides hide in other operations, so that the scores are no operand of a pair.
     def flax(q, k):
         scores = q @ k.T  # planted
         return jax.nn.softmax(jnp.where(jnp.arange(5) > 2, -jnp.inf, scores))
@@ -82,6 +84,7 @@ class NoScaleBeforeAMask:
 
 @planted(r"torch multiplies by 1 / sum\(weights, over 8\), flax does not", shapes=(X, X))
 class WeightsThatAreNotNormalised:
+    # PyTorch adds up term by term what JAX contracts at once.
     def flax(x, y):
         weights = jax.nn.sigmoid(x)  # planted
         return jnp.einsum("btd,btd->bt", weights, y)
@@ -105,6 +108,7 @@ class SumForMean:
 
 @planted(r"multiplies by 1, torch by 0.25", shapes=(X, X))
 class WeightOfALossOfEqualValue:
+    # Both losses have one value, and only their gradients tell them apart.
     def flax(x, y):
         first = jnp.mean((jax.lax.stop_gradient(x) - y) ** 2)
         return first + jnp.mean((x - jax.lax.stop_gradient(y)) ** 2)  # planted
@@ -120,6 +124,7 @@ class WeightOfALossOfEqualValue:
     shapes=(X, SQUARE, SQUARE),
 )
 class NoStraightThrough:
+    # The outputs agree; the fault is in the gradient of the codes.
     def flax(x, codes, w):
         code = jnp.sin(x @ codes)
         return jnp.tanh(code + 0 * x) @ w + code.sum() * x.sum()  # planted
@@ -183,6 +188,7 @@ class Epsilon:
 
 @planted(r"adds 1e-05, torch 1e-06", shapes=(X, (8,), (8,)))
 class EpsilonOfALayerNorm:
+    # PyTorch has one operation for what JAX has in four lines.
     def flax(x, scale, shift):
         variance = x.var(-1, keepdims=True)
         inverse = jax.lax.rsqrt(variance + 1e-5)  # planted
@@ -234,6 +240,7 @@ class AxisOfSoftmax:
 
 @planted(r"axis 1 of .*, torch over axis 2", shapes=((3, 5, 5), (3, 5, 5)))
 class AxisOfASquareSoftmax:
+    # Both axes have the same size, so that no shape tells which one is meant.
     def flax(x, y):
         weights = jax.nn.softmax(x * y, 1)  # planted
         return weights @ y
@@ -285,6 +292,7 @@ class HeadsSplit:
 
 @planted(r"laid out differently|transpose", shapes=(X, SQUARE))
 class TransposedSquareWeight:
+    # No shape tells that a square weight is transposed.
     def flax(x, w):
         return x @ w  # planted
 
@@ -397,7 +405,8 @@ def angles(base, offset=0):
 @planted(r"0:4:2 of 4.*0:2 of 4", r"laid out differently", shapes=((2, 6, 4),))
 class RotaryPairs:
     def flax(x):
-        cos, sin = jnp.cos(angles(100.0)), jnp.sin(angles(100.0))
+        angle = angles(100.0)
+        cos, sin = jnp.cos(angle), jnp.sin(angle)
         first, second = x[..., 0::2], x[..., 1::2]  # planted
         halves = [first * cos - second * sin, first * sin + second * cos]
         return jnp.stack(halves, -1).reshape(x.shape)  # planted
@@ -412,7 +421,8 @@ class RotaryPairs:
 @planted(r"changes the sign|adds.*sin|multiplies by -1", shapes=((2, 6, 4),))
 class RotarySign:
     def flax(x):
-        cos, sin = jnp.cos(angles(100.0)), jnp.sin(angles(100.0))
+        angle = angles(100.0)
+        cos, sin = jnp.cos(angle), jnp.sin(angle)
         first, second = jnp.split(x, 2, -1)
         halves = [first * cos + second * sin, second * cos - first * sin]  # planted
         return jnp.concatenate(halves, -1)
@@ -508,6 +518,7 @@ class TwoFaults:
 
 @planted(r"laid out differently", shapes=((4, 3, 4), (4, 4)))
 class LayoutOfAnOutput:
+    # The shape is the same either way.
     def flax(x, w):
         return jnp.tanh(x @ w).transpose(2, 1, 0)  # planted
 
@@ -534,6 +545,7 @@ class CausalPadding:
     r"concat\(input 0\[4:5 of 5\], input 0\[0:4 of 5\].*torch has pad\(", shapes=(X, (8,), (8,))
 )
 class RolledForShifted:
+    # All rows agree except the first.
     def flax(x, a, b):
         before = jnp.roll(x, 1, 1)  # planted
         return jnp.sin(x * a + before * (1 - a)) + jnp.cos(x * b + before * (1 - b))
@@ -548,6 +560,7 @@ class RolledForShifted:
     shapes=((2, 6, 3, 4), (2, 6, 3, 4)),
 )
 class SoftmaxOverQueries:
+    # The heads stand at other axes on both sides, and are named for each.
     def flax(q, k):
         scores = jnp.einsum("btnh,bsnh->bnts", q, k)
         weights = jax.nn.softmax(scores, 2)  # planted
@@ -590,6 +603,7 @@ class NormTooMuch:
 
 @planted(r"of flax and .* of torch agree to \d\.\de-0[78] alone.* float32", shapes=((2, 50, 8),))
 class TableInFloat32:
+    # Both tables round in float32, each in another way: a warning and no fault.
     def flax(x):
         rates = jnp.exp(jnp.arange(8, dtype=jnp.float32) * -1.15)
         table = jnp.sin(jnp.arange(50, dtype=jnp.float32)[:, None] * rates)  # planted
@@ -604,6 +618,7 @@ class TableInFloat32:
 
 @planted(r"torch adds 1, flax does not", shapes=((2, 5, 4), (2, 5, 4)))
 class FeatureOfAScan:
+    # JAX sums in a loop what PyTorch sums at once: no state agrees before the end.
     def flax(q, k):
         features = jax.nn.elu(k)  # planted
 
@@ -611,8 +626,9 @@ class FeatureOfAScan:
             state = state + now
             return state, state
 
+        tokens = jnp.swapaxes(features, 0, 1)
         start = jnp.zeros_like(k[:, 0])
-        sums = jax.lax.scan(step, start, jnp.swapaxes(features, 0, 1))[1]
+        _, sums = jax.lax.scan(step, start, tokens)
         return jnp.tanh(q * jnp.swapaxes(sums, 0, 1))
 
     def torch(q, k):
@@ -649,6 +665,7 @@ class AxisOfALogsumexp:
 
 @planted(r"flax has sin\(angle\), torch has -sin\(angle\)", shapes=((3, 9, 4), (3, 6)))
 class SignOfASymmetricSine:
+    # The sine and its negative hold the same numbers over a whole turn.
     def flax(x, w):
         angle = 2 * jnp.pi * jnp.linspace(0, 1, 9)[:, None]
         waves = jnp.concatenate([angle, jnp.cos(angle), jnp.sin(angle)], -1)  # planted
@@ -686,6 +703,7 @@ class ConjugateOfATransform:
 
 @planted(r"flax has pos \* abs\(.*\), torch has -pos \* abs\(", shapes=(X, (8,)))
 class SignOfAValueThatIsRightElsewhere:
+    # The cosine of a negative position is that of the position: only the decay is wrong.
     def flax(x, w):
         pos = jnp.linspace(0, 1, 5)[:, None]
         waves = jnp.cos(3 * pos)
@@ -701,19 +719,23 @@ class SignOfAValueThatIsRightElsewhere:
 class GatesOfAScan:
     def flax(x):
         def step(h, now):
-            gates = jnp.concatenate([now, 0.3 * now], -1) + jnp.tile(h, 4)
+            given = jnp.concatenate([now, 0.3 * now], -1)
+            gates = given + jnp.tile(h, 4)
             i, f, o, g = jnp.split(gates, 4, axis=-1)  # planted
             h = jax.nn.sigmoid(f) * h + jax.nn.sigmoid(i) * jnp.tanh(g)  # planted
             h = jax.nn.sigmoid(o) * jnp.tanh(h)  # planted
             return h, h
 
-        return jax.lax.scan(step, jnp.zeros((3, 4)), jnp.swapaxes(x, 0, 1))[1]
+        start = jnp.zeros((3, 4))
+        _, states = jax.lax.scan(step, start, jnp.swapaxes(x, 0, 1))
+        return states
 
     def torch(x):
         h = x.new_zeros(3, 4)
         states = []
-        for i in range(x.shape[1]):
-            gates = torch.cat([x[:, i], 0.3 * x[:, i]], -1) + h.tile(4)
+        for now in x.unbind(1):
+            given = torch.cat([now, 0.3 * now], -1)
+            gates = given + h.tile(4)
             i, f, g, o = gates.chunk(4, -1)  # planted
             h = torch.sigmoid(f) * h + torch.sigmoid(i) * torch.tanh(g)  # planted
             h = torch.sigmoid(o) * torch.tanh(h)  # planted
@@ -754,24 +776,40 @@ def within(place, function):
     return place.file == __file__ and first <= place.line < first + len(lines)
 
 
+def points_at(side, function):
+    """Return whether the places that a report writes are in a function, one where it is planted."""
+    # A side without the word is right as it is, as what lacks a line is.
+    if "# planted" not in inspect.getsource(function):
+        return True
+    shown = side.places[:3]
+    inside = all(within(place, function) for place in shown)
+    return inside and any(place.source.endswith("# planted") for place in shown)
+
+
+@pytest.fixture
+def differ(paired):
+    """A function that finds where two modules or functions differ, given the shapes of inputs."""
+
+    def find(flax, theirs, *shapes):
+        with on_cpu():
+            return difference(paired(flax, theirs, *shapes))
+
+    return find
+
+
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.pair.__name__)
-def test_a_planted_fault_is_named_with_its_lines(row, paired):
-    flax, theirs = vars(row.pair)["flax"], vars(row.pair)["torch"]
-    with on_cpu():
-        found = difference(paired(flax, theirs, *row.shapes))
+def test_a_planted_fault_is_named_with_its_lines(row, differ):
+    flax, theirs = row.pair.flax, row.pair.torch
+    found = differ(flax, theirs, *row.shapes)
     said = str(found)
     assert found.repaired, said
+    # Each fault is named, and nothing else.
     assert len(found.hypotheses) == len(row.said), said
     for headline, pattern in zip(found.causes, row.said, strict=True):
         assert re.search(pattern, headline), said
     for one in found.hypotheses:
-        for side, function in ((one.flax, flax), (one.torch, theirs)):
-            if "# planted" not in inspect.getsource(function):
-                continue
-            # Those that a report writes.
-            shown = side.places[:3]
-            assert all(within(place, function) for place in shown), said
-            assert any(place.source.endswith("# planted") for place in shown), said
+        assert points_at(one.flax, flax), said
+        assert points_at(one.torch, theirs), said
 
 
 def transposed_image(x, w):
@@ -779,26 +817,23 @@ def transposed_image(x, w):
     return jax.nn.relu(jax.lax.conv_general_dilated(image, w, (1, 1), "SAME"))
 
 
-def test_what_explains_a_part_alone_is_said_with_a_doubt(paired):
-    with on_cpu():
-        pair = paired(
-            transposed_image,
-            lambda x, w: F.conv2d(x, w, padding=1).relu(),
-            (2, 4, 9, 8),
-            (5, 4, 3, 3),
-        )
-        found = difference(pair)
+def padded_image(x, w):
+    return F.conv2d(x, w, padding=1).relu()
+
+
+def test_what_explains_a_part_alone_is_said_with_a_doubt(differ):
+    found = differ(transposed_image, padded_image, (2, 4, 9, 8), (5, 4, 3, 3))
     assert not found.repaired
     assert all("perhaps the same numbers" in cause for cause in found.causes), str(found)
 
 
-def test_pixels_in_another_order_throughout_are_said_with_a_doubt(paired):
+def test_pixels_in_another_order_throughout_are_said_with_a_doubt(differ):
     def flax(x):
         image = jnp.transpose(x, (0, 3, 2, 1))
         return jnp.transpose(jnp.tanh(image), (0, 3, 1, 2))
 
-    with on_cpu():
-        found = difference(paired(flax, torch.tanh, (2, 4, 9, 8)))
+    found = differ(flax, torch.tanh, (2, 4, 9, 8))
+    # Read in this order the outputs agree, but so they would if the port meant to transpose.
     (one,) = found.hypotheses
     assert found.unproven
     assert one.doubtful
@@ -806,17 +841,20 @@ def test_pixels_in_another_order_throughout_are_said_with_a_doubt(paired):
     assert "no proof" in str(found)
 
 
-def test_many_places_are_said_with_a_doubt(paired):
+def test_many_places_are_said_with_a_doubt(differ):
+    # Nine functions, none of which is another up to a factor: no two share a cause.
     names = ["sin", "tanh", "arctan", "cos", "exp2", "square", "log1p", "arcsinh", "cosh"]
+    functions = [getattr(jnp, name) for name in names]
 
     def flax(*inputs):
-        return [getattr(jnp, name)(jnp.abs(x)) for name, x in zip(names, inputs, strict=True)]
+        pairs = zip(functions, inputs, strict=True)
+        return [function(jnp.abs(x)) for function, x in pairs]
 
     def theirs(*inputs):
         return [torch.sigmoid(x.abs() * 0.3 + 1) for x in inputs]
 
-    with on_cpu():
-        found = difference(paired(flax, theirs, *[(3, 4)] * len(names)))
+    shapes = [(3, 4)] * len(names)
+    found = differ(flax, theirs, *shapes)
     assert len(found.hypotheses) == len(names)
     assert found.unnamed
     assert all(one.doubtful for one in found.hypotheses)
@@ -833,9 +871,8 @@ def ids_flat(x, table):
     return table[ids].view(3, 5, 8) * 0.25
 
 
-def test_whole_numbers_of_another_shape_are_the_same_quantity(paired):
-    with on_cpu():
-        found = difference(paired(ids_in_a_row, ids_flat, X, SQUARE))
+def test_whole_numbers_of_another_shape_are_the_same_quantity(differ):
+    found = differ(ids_in_a_row, ids_flat, X, SQUARE)
     assert found.causes == ["the whole module: flax multiplies by 0.5, torch by 0.25"]
 
 
@@ -860,9 +897,8 @@ RIGHT = {
 
 
 @pytest.mark.parametrize("name", RIGHT)
-def test_right_pairs_have_no_hypothesis(name, paired):
-    with on_cpu():
-        found = difference(paired(*RIGHT[name], X, SQUARE))
+def test_right_pairs_have_no_hypothesis(name, differ):
+    found = differ(*RIGHT[name], X, SQUARE)
     assert found.hypotheses == found.remaining == (), str(found)
     assert not found.repaired
     assert found.first is None
@@ -919,9 +955,8 @@ class TorchLayers(torch.nn.Module):
         ),
     ],
 )
-def test_repeated_layers_with_one_fault_share_a_hypothesis(epsilons, named, paired):
-    with on_cpu():
-        found = difference(paired(Layers(epsilons), TorchLayers((1e-3,) * 3), X))
+def test_repeated_layers_with_one_fault_share_a_hypothesis(epsilons, named, differ):
+    found = differ(Layers(epsilons), TorchLayers((1e-3,) * 3), X)
     assert found.repaired
     assert found.causes == named
     layer, _, _ = found.first.name.partition("/")
@@ -944,35 +979,35 @@ def forwards(x, start):
     return torch.stack(found)
 
 
-def test_a_scan_in_the_other_direction_takes_other_elements_first(paired):
-    with on_cpu():
-        found = difference(paired(backwards, forwards, (5, 3), (3,)))
+def test_a_scan_in_the_other_direction_takes_other_elements_first(differ):
+    found = differ(backwards, forwards, (5, 3), (3,))
     assert found.repaired
     first = found.hypotheses[0]
-    assert (first.flax.value, first.torch.value) == ("input 0[4:5 of 5]", "input 0[0:1 of 5]")
+    assert first.flax.value == "input 0[4:5 of 5]"
+    assert first.torch.value == "input 0[0:1 of 5]"
     assert "reverse=True" in first.flax.places[0].source
     assert first.torch.places[0].source == "for now in x:"
 
 
-def test_a_difference_is_data_for_json(paired):
-    row = next(row for row in ROWS if row.pair is TwoFaults)
-    with on_cpu():
-        found = difference(paired(TwoFaults.flax, TwoFaults.torch, *row.shapes))
+def test_a_difference_is_data_for_json(differ):
+    found = differ(TwoFaults.flax, TwoFaults.torch, X, SQUARE)
+    # What JSON cannot hold, as an array or a place, raises here.
     data = json.loads(json.dumps(found.as_dict()))
     assert data["repaired"]
     assert data["remaining"] == []
-    scale, epsilon = found.documents()
-    assert (scale["operation"], scale["parameter"]) == ("product", "factor")
-    assert (epsilon["flax"]["value"], epsilon["torch"]["value"]) == ("1e-05", "1e-06")
-    (place,) = scale["torch"]["places"][:1]
-    assert (place["file"], place["source"]) == (
-        __file__,
-        "hidden = torch.tanh(x @ w * 0.25)  # planted",
-    )
     assert {step["differs"] for step in data["steps"]} == {False, True}
 
+    scale, epsilon = found.documents()
+    assert scale["operation"] == "product"
+    assert scale["parameter"] == "factor"
+    assert epsilon["flax"]["value"] == "1e-05"
+    assert epsilon["torch"]["value"] == "1e-06"
+    place = scale["torch"]["places"][0]
+    assert place["file"] == __file__
+    assert place["source"] == "hidden = torch.tanh(x @ w * 0.25)  # planted"
 
-def test_each_side_is_written_over_the_variables_of_its_own_source(paired):
+
+def test_each_side_is_written_over_the_variables_of_its_own_source(differ):
     def flax(x, y):
         ours = jnp.sin(x)
         also = jnp.cos(y)
@@ -983,46 +1018,50 @@ def test_each_side_is_written_over_the_variables_of_its_own_source(paired):
         second = torch.cos(y)
         return torch.tanh(first * second**3)
 
-    with on_cpu():
-        (one,) = difference(paired(flax, theirs, X, X)).hypotheses
+    # `first` has the values of `ours`, and must not be written for it.
+    (one,) = differ(flax, theirs, X, X).hypotheses
     assert one.flax.expression == "also**2"
     assert one.torch.expression == "second**3"
 
 
-def test_a_long_expression_is_written_over_variables_that_one_side_alone_has(paired):
+def test_a_long_expression_is_written_over_variables_that_one_side_alone_has(differ):
     def flax(x, y):
         wave = x
         for step in range(9):
             wave = jnp.sin(wave * (step + 2) + jnp.cos(wave) / (step + 3) - y * step)
         return jnp.tanh(wave)
 
-    with on_cpu():
-        (one,) = difference(paired(flax, lambda x, y: torch.erf(x + y), X, X)).hypotheses
+    def theirs(x, y):
+        return torch.erf(x + y)
+
+    (one,) = differ(flax, theirs, X, X).hypotheses
+    # Over the inputs it would fill many lines.
     assert one.flax.value == "tanh(wave)"
 
 
-def test_a_stop_is_found_among_others_whatever_it_is_called(paired):
-    stop = jax.lax.stop_gradient
+# By a name of the user's, which no search for `stop_gradient` finds.
+stop = jax.lax.stop_gradient
 
+
+def test_a_stop_is_found_among_others_whatever_it_is_called(differ):
     def flax(x, y):
         code, kept = jnp.sin(x), jnp.cos(y)
-        return jnp.sum((stop(code) - kept) ** 2) + 0.25 * jnp.sum((code - kept) ** 2)
+        first = jnp.sum((stop(code) - kept) ** 2)
+        return first + 0.25 * jnp.sum((code - kept) ** 2)
 
     def theirs(x, y):
         code, kept = torch.sin(x), torch.cos(y)
-        return (code.detach() - kept).pow(2).sum() + 0.25 * (code - kept.detach()).pow(2).sum()
+        first = (code.detach() - kept).pow(2).sum()
+        return first + 0.25 * (code - kept.detach()).pow(2).sum()
 
-    with on_cpu():
-        found = difference(paired(flax, theirs, X, X))
+    found = differ(flax, theirs, X, X)
     assert found.causes == [
         "the whole module: torch stops the gradient here by detach, flax does not"
     ]
     assert "0.25" in found.hypotheses[0].flax.places[0].source
 
 
-def test_a_line_that_stops_another_operand_is_found(paired):
-    stop = jax.lax.stop_gradient
-
+def test_a_line_that_stops_another_operand_is_found(differ):
     def flax(x, y):
         code, near = jnp.sin(x), jnp.cos(y)
         loss = jnp.sum((stop(code) - near) ** 2)
@@ -1035,9 +1074,9 @@ def test_a_line_that_stops_another_operand_is_found(paired):
         straight = code + (near - code).detach()
         return straight.tanh(), loss
 
-    with on_cpu():
-        found = difference(paired(flax, theirs, X, X))
+    found = differ(flax, theirs, X, X)
     assert found.repaired
+    # Both sides stop as often, each at an operand where the other does not.
     stopped, detached = found.hypotheses
     assert stopped.operation == "stop_gradient"
     assert stopped.flax.places[0].source == "straight = stop(code) + (near - stop(code))"
@@ -1045,11 +1084,10 @@ def test_a_line_that_stops_another_operand_is_found(paired):
     assert detached.torch.places[0].source == "straight = code + (near - code).detach()"
 
 
-def test_a_value_that_is_another_times_a_number_says_by_which(paired):
-    stop = jax.lax.stop_gradient
-
+def test_a_value_that_is_another_times_a_number_says_by_which(differ):
     def flax(x, y):
         code, kept = jnp.sin(x), jnp.cos(y)
+        # Both means in one line, so that the swapped weights are two differences and not one.
         first, second = jnp.mean((stop(code) - kept) ** 2), jnp.mean((code - stop(kept)) ** 2)
         return 0.25 * first + second
 
@@ -1058,8 +1096,7 @@ def test_a_value_that_is_another_times_a_number_says_by_which(paired):
         first, second = (code.detach() - kept).pow(2).mean(), (code - kept.detach()).pow(2).mean()
         return first + 0.25 * second
 
-    with on_cpu():
-        found = difference(paired(flax, theirs, X, X))
+    found = differ(flax, theirs, X, X)
     assert found.repaired
     assert {one.note for one in found.hypotheses} == {
         "what torch has is 0.25 times what flax has",
@@ -1069,7 +1106,8 @@ def test_a_value_that_is_another_times_a_number_says_by_which(paired):
 
 def test_what_is_gathered_at_other_places_is_another_value(as_a_user_has_jax):
     # Every row is taken twice on both sides, so that both hold the same numbers.
-    ends = np.array([1, 2, 3, 4, 0, 0, 1, 2, 3, 4]), np.array([0, 1, 2, 3, 4, 2, 3, 4, 0, 1])
+    source = np.array([1, 2, 3, 4, 0, 0, 1, 2, 3, 4])
+    target = np.array([0, 1, 2, 3, 4, 2, 3, 4, 0, 1])
 
     def flax(nodes, edges, source, target):
         return jnp.tanh(nodes[target] * edges)
@@ -1077,5 +1115,6 @@ def test_what_is_gathered_at_other_places_is_another_value(as_a_user_has_jax):
     def theirs(nodes, edges, source, target):
         return torch.tanh(nodes[source] * edges)
 
-    report = compare(flax, theirs, [(5, 4), (10, 4), *ends], checks=["forward"])
+    inputs = [(5, 4), (10, 4), source, target]
+    report = compare(flax, theirs, inputs, checks=["forward"])
     assert report.causes == ["the whole module: flax has input 3, torch has input 2"]
