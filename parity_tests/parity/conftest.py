@@ -19,6 +19,7 @@ from flax_attn.parity.weight_map import weight_map
 from flax_attn.proof.prove import pair_of
 from flax_attn.proof.variants import select
 
+# All characters that HTML, XML or a script could read as markup.
 EVIL = """<b>a</b> & "b" 'c' </script>"""
 
 
@@ -28,6 +29,7 @@ def step(name, line, error):
 
 @pytest.fixture
 def equal():
+    # Exact, far below its rule, near it, and not run: each state of a check that fails nothing.
     checks = [
         Check("shapes", 0.0, 0.0, "output"),
         Check("forward", 2e-16, 1e-12, "output", errors={"output": 2e-16}),
@@ -40,12 +42,13 @@ def equal():
 @pytest.fixture
 def differing(equal):
     where = {"index": [1, 2], "flax": 0.5, "torch": 0.25}
+    errors = {"output": 3e-4, "other": 1e-16}
+    # NaN is larger than any rule, though no comparison of numbers says so.
+    not_finite = {"bias": math.nan, "output": 1e-15}
     checks = [
         equal.checks[0],
-        Check(
-            "forward", 3e-4, 1e-12, "output", errors={"output": 3e-4, "other": 1e-16}, where=where
-        ),
-        Check("gradients", math.nan, 1e-11, "bias", errors={"bias": math.nan, "output": 1e-15}),
+        Check("forward", 3e-4, 1e-12, "output", errors=errors, where=where),
+        Check("gradients", math.nan, 1e-11, "bias", errors=not_finite),
         equal.checks[3],
         Check("cache = full", math.inf, 0.0, skipped=f"no call: {EVIL}", wanted=True),
     ]
@@ -73,16 +76,15 @@ def paired():
     """A function that pairs a JAX module with a PyTorch one, given the shapes of the inputs."""
 
     def pair(flax, theirs, *shapes, layout="torch_ref", flax_call=None, torch_call=None):
-        ours, theirs = JaxAdapter(flax, flax_call), TorchAdapter(theirs, torch_call)
+        ours = JaxAdapter(flax, flax_call)
+        theirs = TorchAdapter(theirs, torch_call)
+        # A function has no parameters to pair.
         if ours.shapes:
-            ours.entries = weight_map(flax, ours.shapes, theirs.shapes, LAYOUTS.get(layout, layout))
+            rules = LAYOUTS.get(layout, layout)
+            ours.entries = weight_map(flax, ours.shapes, theirs.shapes, rules)
         random = np.random.default_rng(0)
-        return Pair(
-            ours,
-            theirs,
-            {f"input {i}": random.normal(size=s) for i, s in enumerate(shapes)},
-            ours.entries,
-        )
+        inputs = {f"input {i}": random.normal(size=shape) for i, shape in enumerate(shapes)}
+        return Pair(ours, theirs, inputs, ours.entries)
 
     return pair
 

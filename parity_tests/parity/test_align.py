@@ -13,6 +13,7 @@ from flax_attn.parity.trace.program import Node, Program
 from flax_attn.parity.trace.search import search
 
 X = np.random.default_rng(0).normal(size=(3, 4))
+# As a mask writes it before a softmax.
 HIDDEN = np.where(X > 0.5, -np.inf, X)
 
 
@@ -38,13 +39,16 @@ def changed(x, size):
     ],
 )
 def test_numbers_are_equal_in_any_order_and_repeated(other, equal):
-    assert Numbers(X).equals(Numbers(np.asarray(other))) == equal
-    assert Numbers(np.asarray(other)).equals(Numbers(X)) == equal
+    numbers = Numbers(np.asarray(other))
+    assert Numbers(X).equals(numbers) == equal
+    assert numbers.equals(Numbers(X)) == equal
 
 
 def test_what_hides_is_no_number():
-    assert Numbers(HIDDEN).equals(Numbers(np.where(X > 0.5, -1e30, X).T))
-    assert same_array(HIDDEN, np.where(X > 0.5, -1e30, X))
+    # Ports hide with a large number where PyTorch has -inf; after the softmax both are 0.
+    large = np.where(X > 0.5, -1e30, X)
+    assert Numbers(HIDDEN).equals(Numbers(large.T))
+    assert same_array(HIDDEN, large)
 
 
 @pytest.mark.parametrize(
@@ -77,11 +81,18 @@ def test_the_same_array_has_the_same_numbers_at_the_same_places(other, same):
 
 def test_layouts_begin_with_the_own_one_and_join_or_split_neighbours():
     x = np.arange(24.0).reshape(2, 3, 4)
-    assert np.array_equal(next(laid_out(x, (2, 3, 4))), x)
-    joined = [y.tolist() for y in laid_out(x, (6, 4))]
-    assert joined[0] == x.reshape(6, 4).tolist()
-    assert x.transpose(1, 0, 2).reshape(6, 4).tolist() in joined
-    assert x.tolist() in [y.tolist() for y in laid_out(x.reshape(6, 4), (2, 3, 4))]
+    flat = x.reshape(6, 4)
+    turned = x.transpose(1, 0, 2).reshape(6, 4)
+
+    own = next(laid_out(x, (2, 3, 4)))
+    joined = [layout.tolist() for layout in laid_out(x, (6, 4))]
+    split = [layout.tolist() for layout in laid_out(flat, (2, 3, 4))]
+
+    assert np.array_equal(own, x)
+    assert joined[0] == flat.tolist()
+    assert turned.tolist() in joined
+    assert x.tolist() in split
+    # 24 numbers do not fill 25 places.
     assert list(laid_out(x, (5, 5))) == []
 
 
@@ -96,11 +107,16 @@ def doubled(node):
 @pytest.fixture
 def alignment():
     """Runs that agree in a source, and differ in what each computes of it."""
-    ours, theirs = source(X), source(X.T)
-    wrong, right = Node("sin", (ours,), np.sin(X)), Node("cos", (theirs,), np.cos(X.T))
-    last, other = doubled(wrong), doubled(right)
+    ours = source(X)
+    wrong = Node("sin", (ours,), np.sin(X))
+    last = doubled(wrong)
     flax = Program([ours, wrong, last], {"output": last})
-    return Alignment(flax, Program([theirs, right, other], {"output": other}), {})
+    # In another layout, which must not keep the sources apart.
+    theirs = source(X.T)
+    right = Node("cos", (theirs,), np.cos(X.T))
+    other = doubled(right)
+    torch = Program([theirs, right, other], {"output": other})
+    return Alignment(flax, torch, {})
 
 
 def test_nodes_pair_by_their_numbers(alignment):
@@ -118,49 +134,63 @@ def test_the_cone_ends_at_what_agrees(alignment):
 def test_a_replaced_value_makes_later_ones_agree(alignment):
     _, wrong, last = alignment.flax.nodes
     _, right, other = alignment.torch.nodes
-    after = alignment.with_changed(alignment.flax.rerun({wrong: np.cos(X)}, {}))
+    changed = alignment.flax.rerun({wrong: np.cos(X)}, {})
+    after = alignment.with_changed(changed)
     assert after.torch_of[wrong] == [right]
     assert after.torch_of[last] == [other]
+    # The next replacement is tried on what was known before this one.
     assert wrong not in alignment.torch_of
 
 
 def test_values_that_tell_little_pair_only_if_they_are_the_same_array():
-    mask, other = np.tril(np.ones((4, 4), bool)), np.triu(np.ones((4, 4), bool))
+    # Sorted, both hold ten times True and six times False.
+    mask = np.tril(np.ones((4, 4), bool))
+    other = np.triu(np.ones((4, 4), bool))
     ours = [Node("constant", (), mask), Node("constant", (), other)]
     theirs = [Node("constant", (), mask[None]), Node("constant", (), other)]
     pair = Alignment(Program(ours, {}), Program(theirs, {}), {})
     assert pair.torch_of == {ours[0]: [theirs[0]], ours[1]: [theirs[1]]}
 
 
+def wave(node, function, factor):
+    def compute(given):
+        return function(*given) * factor
+
+    return Node("wave", (node,), compute([node.value]), compute=compute)
+
+
 def chained(count, last):
-    """Return a run of products of one source, in which sines or cosines alternate with them."""
-    node = source(X)
-    nodes = [node]
+    """Return a run of sines of one source, of which each ninth is another function."""
+    nodes = [source(X)]
     for i in range(count):
         function = np.sin if i % 9 else last
-        value = function(node.value) * (i + 2)
-        node = Node(
-            "wave", (node,), value, compute=lambda given, f=function, i=i: f(*given) * (i + 2)
-        )
-        nodes.append(node)
-    return Program(nodes, {"output": node})
+        # Another factor each time, or the values would repeat and pair with one another.
+        nodes.append(wave(nodes[-1], function, i + 2))
+    return Program(nodes, {"output": nodes[-1]})
 
 
 def test_no_more_sorted_numbers_are_kept_than_there_is_room_for(monkeypatch):
-    flax, torch = chained(3000, np.sin), chained(3000, np.sin)
+    flax = chained(3000, np.sin)
+    torch = chained(3000, np.sin)
     wanted = Alignment(flax, torch, {}).torch_of
-    monkeypatch.setattr(align, "ROOM", 10 * X.size)
+    room = 10 * X.size
+    monkeypatch.setattr(align, "ROOM", room)
+
     pair = Alignment(flax, torch, {})
+
     assert pair.torch_of == wanted
     assert len(wanted) == len(flax.nodes)
-    assert 0 < pair.kept.size <= 10 * X.size
+    assert 0 < pair.kept.size <= room
+
+
+def alignments_in_memory():
+    gc.collect()
+    return sum(isinstance(one, Alignment) for one in gc.get_objects())
 
 
 def test_what_was_known_before_a_replacement_is_not_kept():
-    gc.collect()
-    before = sum(isinstance(one, Alignment) for one in gc.get_objects())
+    before = alignments_in_memory()
     found = search(chained(20, np.sin), chained(20, np.cos))
     assert found.hypotheses
     assert not found.wrong
-    gc.collect()
-    assert sum(isinstance(one, Alignment) for one in gc.get_objects()) == before + 1
+    assert alignments_in_memory() == before + 1

@@ -14,6 +14,9 @@ from flax_attn.parity import PairingError, ParityError, assert_parity, compare
 X = [(4, 3)]
 
 
+# Linear layers of both libraries: the tests spoil one thing each.
+
+
 def linear(width=2, **options):
     return nnx.Linear(3, width, rngs=nnx.Rngs(0), **options)
 
@@ -23,6 +26,7 @@ def torch_linear(width=2, **options):
 
 
 def say(match):
+    # A sentence for the user, and not the error of a library that was called too early.
     return pytest.raises(PairingError, match=match)
 
 
@@ -95,22 +99,25 @@ def test_parameters_that_do_not_pair(flax, torch_side, layout, match):
 def test_parameters_claimed_twice():
     class Two(nnx.Module):
         def __init__(self):
-            self.scale, self.gain = nnx.Param(jnp.ones(3)), nnx.Param(jnp.ones(3))
+            self.scale = nnx.Param(jnp.ones(3))
+            self.gain = nnx.Param(jnp.ones(3))
 
         def __call__(self, x):
             return x * self.scale * self.gain
 
+    theirs = torch.nn.LayerNorm(3, bias=False)
+    # Whichever of both came last would be compared, and the other never.
     rules = [Rule(("scale",), "weight"), Rule(("gain",), "weight")]
     with say(r"an entry is made once; this layout makes weight of scale, and of gain"):
-        compare(Two(), torch.nn.LayerNorm(3, bias=False), X, layout=rules)
+        compare(Two(), theirs, X, layout=rules)
 
 
 def test_an_unknown_layout_and_an_unknown_check():
-    with pytest.raises(
-        ValueError, match=r"layout must be one of 'auto', 'torch_ref', .* got 'pytorch'"
-    ):
+    layouts = r"layout must be one of 'auto', 'torch_ref', .* got 'pytorch'"
+    with pytest.raises(ValueError, match=layouts):
         compare(linear(), torch_linear(), X, layout="pytorch")
-    with pytest.raises(ValueError, match=r"check must be one of .*'forward'.*; got 'foward'"):
+    checks = r"check must be one of .*'forward'.*; got 'foward'"
+    with pytest.raises(ValueError, match=checks):
         compare(linear(), torch_linear(), X, layout="torch", checks=["foward"])
 
 
@@ -160,11 +167,13 @@ def test_extras_that_a_call_does_not_take():
         return module(x)
 
     lengths = {"lengths": np.array([1, 2, 3, 4])}
-    with say(
+    one_side = (
         r"extras are lengths and dropout_key, .* got 'lengths', flax takes \['lengths'\], torch"
         r" takes \[\]"
-    ):
+    )
+    with say(one_side):
         compare(linear(), torch_linear(), X, layout="torch", flax_call=call, extras=lengths)
+    # Misspelt, it would be passed to neither side.
     with say(r"extras are lengths and dropout_key, .* got 'length'"):
         compare(linear(), torch_linear(), X, layout="torch", extras={"length": 3})
 
@@ -173,26 +182,33 @@ def test_one_side_that_raises():
     def refuses(module, x):
         raise RuntimeError("not today")
 
-    with say(r"the inputs do not go through the flax module: flax raised RuntimeError: not today"):
-        compare(linear(), torch_linear(), X, layout="torch", flax_call=refuses)
-    with say(
-        r"the inputs do not go through the torch module: torch raised RuntimeError: not today"
-    ):
-        compare(linear(), torch_linear(), X, layout="torch", torch_call=refuses)
+    for side in ("flax", "torch"):
+        call = {f"{side}_call": refuses}
+        raised = f"{side} raised RuntimeError: not today"
+        with say(f"the inputs do not go through the {side} module: {raised}"):
+            compare(linear(), torch_linear(), X, layout="torch", **call)
 
 
 def test_an_output_that_is_no_array():
-    with say(
+    def with_a_note(module, x):
+        return module(x), "note"
+
+    def uncalled(module, x):
+        return type(module).__call__
+
+    def nothing(module, x):
+        return None
+
+    remedy = (
         r"an output is an array, or a tuple, mapping or dataclass of arrays; 1 is a str. Pass a"
         r" call that returns arrays"
-    ):
-        compare(linear(), torch_linear(), X, layout="torch", torch_call=lambda m, x: (m(x), "note"))
+    )
+    with say(remedy):
+        compare(linear(), torch_linear(), X, layout="torch", torch_call=with_a_note)
     with say(r"the output is a function"):
-        compare(
-            linear(), torch_linear(), X, layout="torch", flax_call=lambda m, x: m.__class__.__call__
-        )
+        compare(linear(), torch_linear(), X, layout="torch", flax_call=uncalled)
     with say(r"the torch module returns nothing"):
-        compare(linear(), torch_linear(), X, layout="torch", torch_call=lambda m, x: None)
+        compare(linear(), torch_linear(), X, layout="torch", torch_call=nothing)
 
 
 def failing(*sides, **options):
@@ -201,58 +217,72 @@ def failing(*sides, **options):
     return caught.value
 
 
+OUTPUTS = {
+    "structure": (lambda x: (x, x[0]), lambda x: {"0": x}, "1: flax float64[3], torch nothing"),
+    "shape": (lambda x: x[:2], lambda x: x, "output: flax float64[2, 3], torch float64[4, 3]"),
+    "dtype": (
+        lambda x: x > 0,
+        lambda x: (x > 0).long(),
+        "output: flax bool[4, 3], torch int64[4, 3]",
+    ),
+}
+
+
 def test_outputs_of_another_structure_or_dtype():
-    error = failing(lambda x: (x, x[0]), lambda x: {"0": x}, checks=["shapes"])
-    assert "at '1: flax float64[3], torch nothing'" in str(error)
-    error = failing(lambda x: x[:2], lambda x: x, checks=["shapes", "forward"])
-    assert "at 'output: flax float64[2, 3], torch float64[4, 3]'" in str(error)
-    assert np.isinf(error.report.check("forward").error)
-    error = failing(lambda x: x > 0, lambda x: (x > 0).long(), checks=["shapes"])
-    assert "at 'output: flax bool[4, 3], torch int64[4, 3]'" in str(error)
+    for flax, theirs, worst in OUTPUTS.values():
+        error = failing(flax, theirs, checks=["shapes"])
+        assert f"at '{worst}'" in str(error)
+
+    # Cut to the rows that both have, the numbers agree.
+    flax, theirs, _ = OUTPUTS["shape"]
+    shorter = failing(flax, theirs, checks=["shapes", "forward"])
+    assert "at 'output: flax float64[2, 3], torch float64[4, 3]'" in str(shorter)
+    assert np.isinf(shorter.report.check("forward").error)
 
 
 @pytest.mark.parametrize("side", ["flax", "torch"])
 def test_nan_on_one_side_alone(side):
-    def call(x):
-        return x / 0.0 * 0.0
-
-    def sound(x):
-        return x
-
-    error = failing(*((call, sound) if side == "flax" else (sound, call)), checks=["forward"])
+    sides = {"flax": lambda x: x, "torch": lambda x: x}
+    sides[side] = lambda x: x / 0.0 * 0.0
+    error = failing(*sides.values(), checks=["forward"])
     assert f"not finite in {side} alone" in str(error)
     assert re.search(rf"{side} nan", str(error))
 
 
 def test_a_torch_module_left_in_train_mode():
-    torch_side = torch.nn.Sequential(torch_linear(), torch.nn.Dropout(0.5)).train()
+    dropping = torch.nn.Dropout(0.5)
+    torch_side = torch.nn.Sequential(torch_linear(), dropping).train()
     rules = [Rule(("kernel",), "0.weight", "i o -> o i"), Rule(("bias",), "0.bias")]
-    with say(r"left in train mode, where output differs .* relative [\d.]+: call .eval\(\) on it"):
+    remedy = r"left in train mode, where output differs .* relative [\d.]+: call .eval\(\) on it"
+    with say(remedy):
         compare(linear(), torch_side, X, layout=rules)
+    # Refusing it must not switch it.
     assert torch_side.training
+
     assert_parity(linear(), torch_side.eval(), X, layout=rules, checks=["forward"])
-    assert_parity(
-        linear(), torch_linear().train(), X, layout="torch", checks=["forward"]
-    )  # nothing to switch
+    # Both modes of a linear layer compute the same.
+    plain = torch_linear().train()
+    assert_parity(linear(), plain, X, layout="torch", checks=["forward"])
 
 
 def test_a_module_that_computes_in_float32():
-    error = failing(
-        linear(dtype=jnp.float32), torch_linear(), layout="torch", checks=["shapes", "forward"]
-    )
+    ours = linear(dtype=jnp.float32)
+    error = failing(ours, torch_linear(), layout="torch", checks=["shapes", "forward"])
     assert "flax float32[4, 2], torch float64[4, 2]" in str(error)
-    assert (
+    remedy = (
         "output is float32 for inputs and parameters in float64: construct the Flax module without"
         " dtype=, or, if its dtype is fixed at construction, run `flax-attn compare"
-        " FILE.py:FLAX FILE.py:TORCH`" in str(error)
+        " FILE.py:FLAX FILE.py:TORCH`"
     )
+    assert remedy in str(error)
 
 
 def test_a_check_that_is_asked_for_and_cannot_run():
-    error = failing(
-        linear(), torch_linear(), layout="torch", checks=["forward", "dropout", "padded rows"]
-    )
+    checks = ["forward", "dropout", "padded rows"]
+    error = failing(linear(), torch_linear(), layout="torch", checks=checks)
     assert "dropout: not run: the calls take no dropout_key" in str(error)
     assert "padded rows: not run: the calls take no lengths" in str(error)
     assert "forward" not in str(error)
-    assert not compare(jnp.sin, torch.sin, X, checks=["weights"]).passed, "nothing was measured"
+    # Two functions have no weights.
+    unmeasured = compare(jnp.sin, torch.sin, X, checks=["weights"])
+    assert not unmeasured.passed, "nothing was measured"
