@@ -54,5 +54,5 @@ setup(
             optional=True,  # without a compiler the other backends run
             py_limited_api=True,
         )
-    ]
+    ],
 )
