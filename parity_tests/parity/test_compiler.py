@@ -37,6 +37,7 @@ def _backward(x, cotangent):
 wrong_backwards.defvjp(lambda x: (jnp.sin(x), x), _backward)
 
 
+# The first known fault of XLA on a CPU.
 def sums_of_squares(matrix, rows):
     return jax.vmap(lambda row: jnp.sum((matrix @ row) ** 2))(rows)
 
@@ -110,22 +111,34 @@ def test_its_script_needs_jax_alone_and_shows_it(first_case, tmp_path):
     path = tmp_path / "shows.py"
     path.write_text(found.script)
     assert "flax_attn" not in found.script
+
+    # Isolated, and with no flag of XLA from outside.
     command = [sys.executable, "-I", str(path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env={})
     assert done.returncode == 1, done.stderr
     assert "the compiled function errs by" in done.stdout
+
     right = {"XLA_FLAGS": "--xla_cpu_experimental_ynn_fusion_type="}
-    assert subprocess.run(command, capture_output=True, check=False, env=right).returncode == 0
+    mended = subprocess.run(command, capture_output=True, check=False, env=right)
+    assert mended.returncode == 0
 
 
 def test_only_the_operation_that_is_wrong_is_left():
-    found = report(planted, lambda x: torch.exp(torch.sin((torch.cos(x) + 1) * x)), (5, 3))
-    jaxpr = wrongly_compiled(found).jaxpr
-    assert "planted" in jaxpr
-    assert not any(name in jaxpr for name in ("cos", "add", "mul", "sin", "exp"))
-    assert wrongly_compiled(found).helps == ()
+    def right(x):
+        shifted = torch.cos(x) + 1
+        return torch.exp(torch.sin(shifted * x))
+
+    found = report(planted, right, (5, 3))
+    wrong = wrongly_compiled(found)
+    assert "planted" in wrong.jaxpr
+    for name in ("cos", "add", "mul", "sin", "exp"):
+        assert name not in wrong.jaxpr
+    # No option of XLA changes how it is lowered.
+    assert wrong.helps == ()
     assert any("is not public in JAX" in line for line in found.where)
-    assert document(found)["difference"]["miscompiled"]["error"] == pytest.approx(1)
+    # Twice the right value is wrong by all of it.
+    written = document(found)["difference"]["miscompiled"]
+    assert written["error"] == pytest.approx(1)
 
 
 def test_a_backward_pass_that_is_compiled_wrongly_is_found():
@@ -150,6 +163,7 @@ def test_a_fault_of_the_port_is_none_of_the_compiler():
 def test_the_first_of_two_wrong_operations_is_the_end(in_float64):
     search = searched(lambda x: planted_p.bind(jnp.sin(planted_p.bind(x))), np.ones((5, 3)))
     (output,) = search.program.outputs
+    # The second may be right about a value that is wrong already.
     assert search.end(output) is search.program.equations[0]
 
 

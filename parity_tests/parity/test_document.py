@@ -15,6 +15,7 @@ from flax_attn.parity.check import Check
 from flax_attn.parity.report import console, document
 from flax_attn.parity.report.state import next_steps
 
+# Where it differs is not searched, which these tests do not ask for.
 LINEAR = {"inputs": [(4, 5, 3)], "locate": False}
 
 
@@ -69,11 +70,13 @@ def test_another_key_does_not_follow_the_schema(equal):
 
 def test_the_next_step_is_the_first_cause(differing, equal):
     assert next_steps(equal) == []
-    first = next_steps(differing)[0]
+    first, *_ = next_steps(differing)
     assert first == f"mend this first, and compare again: {differing.causes[0]}"
     assert first.startswith("mend this first, and compare again: att (also <b>a</b>")
     assert first.endswith("): torch multiplies by 0.5, flax does not")
-    located = next_steps(replace(differing, difference=None))[0]
+    # Without a difference the first check that fails says where to look.
+    unlocated = replace(differing, difference=None)
+    located, *_ = next_steps(unlocated)
     assert "in the place that no node shows: forward: error 0.0003" in located
 
 
@@ -92,13 +95,16 @@ def linear(**options):
     ],
 )
 def test_what_the_caller_loosens_stands_in_the_first_line(options, words):
+    # Named twice, a check still counts once.
     options = {"checks": ["shapes", "shapes"], **options}
     report = linear(**options)
     words = words.format(n=len(CHECKS))
     assert words in report.loosened
     for text in (str(report), report.explain()):
-        assert words in " ".join(text.partition("All ")[0].split())
-    assert words in validated(document.document(report))["loosened"]
+        verdict, _, _ = text.partition("All ")
+        assert words in " ".join(verdict.split())
+    content = validated(document.document(report))
+    assert words in content["loosened"]
 
 
 def test_what_a_layout_leaves_out_is_said():
@@ -114,10 +120,12 @@ def test_nothing_is_loosened_where_every_check_is_asked_for(equal):
 
 
 def test_a_short_report_has_at_most_sixty_lines_and_the_verdict_first(differing):
-    checks = [
-        replace(check, name=f"{check.name} {i}") for check in differing.checks for i in range(40)
-    ]
-    long = replace(differing, checks=checks, notes=["a note " * 60] * 9)
+    # 40 times as many checks, and notes of several lines each.
+    names = [f"{check.name} {i}" for check in differing.checks for i in range(40)]
+    repeated = [check for check in differing.checks for _ in range(40)]
+    checks = [replace(check, name=name) for check, name in zip(repeated, names, strict=True)]
+    notes = ["a note " * 60] * 9
+    long = replace(differing, checks=checks, notes=notes)
     wide = Console(width=110)
     shown = console.short(long, wide).splitlines()
     assert len(shown) == 60

@@ -74,8 +74,20 @@ def pooled(x):
 @pytest.mark.parametrize(
     "function",
     [
-        *(looped, scanned, chosen, mapped, saved, differentiated, mixed, convolved, pooled),
-        *(jax.jit(mapped), jax.nn.gelu, jax.nn.softmax, jax.scipy.special.logsumexp),
+        looped,
+        scanned,
+        chosen,
+        mapped,
+        saved,
+        differentiated,
+        mixed,
+        convolved,
+        pooled,
+        # Compiled by the user, and by JAX itself.
+        jax.jit(mapped),
+        jax.nn.gelu,
+        jax.nn.softmax,
+        jax.scipy.special.logsumexp,
     ],
 )
 def test_values_are_those_of_the_run(function):
@@ -84,9 +96,11 @@ def test_values_are_those_of_the_run(function):
         expected = np.asarray(function(X))
         (output,) = program.outputs.values()
         np.testing.assert_allclose(output.value, expected, rtol=1e-13, atol=1e-15)
+        # A replaced operand must change what follows, and nothing else.
         for node in program.nodes:
             if node.compute is not None:
-                again = node.compute([operand.value for operand in node.operands])
+                given = [operand.value for operand in node.operands]
+                again = node.compute(given)
                 np.testing.assert_array_equal(again, node.value)
 
 
@@ -121,6 +135,7 @@ def compiled(x):
 
 
 def test_the_line_in_a_compiled_function_is_not_that_of_an_earlier_caller():
+    # JAX keeps what it traced, with the lines of the caller that came first.
     earlier = compiled(jnp.asarray(X))
     program = run(lambda x: compiled(x) * 2)
     (place,) = places(program, "sin")
@@ -155,6 +170,7 @@ class Stack(nnx.Module):
         return x
 
 
+# Linen names its parts where they are made, in the call.
 class LinenStack(linen.Module):
     @linen.compact
     def __call__(self, x):
@@ -194,8 +210,11 @@ def test_operations_have_the_path_of_their_module(make, dots, sines):
         with scopes.named(module):
             return {"output": module(given["x"])}
 
+    # The libraries add a bias to rows.
     with jax.numpy_rank_promotion("allow"):
         program = jax_program(called, {"x": X})
-    assert [place.module for place in places(program, "dot")] == dots
-    assert [place.module for place in places(program, "sin")] == sines
-    assert {place.file for place in places(program, "sin")} == {__file__}
+    products = places(program, "dot")
+    assert [place.module for place in products] == dots
+    waves = places(program, "sin")
+    assert [place.module for place in waves] == sines
+    assert {place.file for place in waves} == {__file__}

@@ -8,6 +8,7 @@ from flax_attn.parity.trace.moves import narrowed, relation, shown, steps
 from flax_attn.parity.trace.program import Node, Program
 
 X = np.random.default_rng(0).normal(size=(3, 4, 6))
+# Its shape is the same in either order of its axes.
 SQUARE = np.random.default_rng(1).normal(size=(4, 4))
 
 
@@ -37,6 +38,7 @@ SQUARE = np.random.default_rng(1).normal(size=(4, 4))
 )
 def test_an_order_is_described(flax, theirs, expected):
     found = relation(flax, theirs)
+    # Both readings of one order are right.
     if expected.startswith("axis 2 of 6"):
         assert found in (expected, "axis 2 of 6 is split as (2, 3), in torch as (3, 2)")
     else:
@@ -57,20 +59,27 @@ def moved(node, operation, compute, **parameters):
     return Node(operation, (node,), value, parameters, compute=compute)
 
 
+def doubled(node):
+    return Node("add", (node, node), 2 * node.value, compute=lambda x: x[0] + x[1])
+
+
 @pytest.fixture
 def pair():
-    """Runs of which one transposes what both then take the sine of."""
-    ours, theirs = (Node("source", (), SQUARE, name="x") for _ in range(2))
-    tanh = Node("tanh", (ours,), np.tanh(SQUARE), compute=lambda x: np.tanh(x[0]))
-    other = Node("tanh", (theirs,), np.tanh(SQUARE))
+    """Runs of which one transposes what both then add to itself."""
+    ours = Node("source", (), SQUARE, name="x")
+    tanh = moved(ours, "tanh", lambda x: np.tanh(x[0]))
     turned = moved(tanh, "transpose", lambda x: x[0].T, axes=(1, 0))
-    kept = moved(other, "reshape", lambda x: x[0], shape=(4, 4))
-    here, there = (Node("add", (node, node), 2 * node.value) for node in (turned, kept))
-    here.compute = lambda x: x[0] + x[1]
+    here = doubled(turned)
     flax = Program([ours, tanh, turned, here], {"output": here})
-    return Alignment(
-        flax, Program([theirs, other, kept, there], {"output": there}), {"output": there.value}
-    )
+
+    # A reshape that changes nothing stands where JAX transposes.
+    theirs = Node("source", (), SQUARE, name="x")
+    other = moved(theirs, "tanh", lambda x: np.tanh(x[0]))
+    kept = moved(other, "reshape", lambda x: x[0], shape=(4, 4))
+    there = doubled(kept)
+    torch = Program([theirs, other, kept, there], {"output": there})
+
+    return Alignment(flax, torch, {"output": there.value})
 
 
 def test_the_wrong_order_is_narrowed_to_the_first_value_that_has_it(pair):
