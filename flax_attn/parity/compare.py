@@ -342,7 +342,8 @@ def _notes(pair: Pair, names: Sequence[str] | None) -> list[str]:
             f"the JAX module mixes dtypes, which jax_numpy_dtype_promotion={setting} refuses:"
             " judged with JAX's default, standard"
         )
-    for adapter in (pair.own_torch, pair.flax):
+    for framework, adapter in (("torch", pair.own_torch), ("flax", pair.flax)):
         kind = getattr(adapter, "float32", Float32.AS_WRITTEN)
-        notes.extend(filter(None, [FLOAT32.get((adapter.framework, kind))]))
+        if kind is not Float32.AS_WRITTEN:
+            notes.append(FLOAT32[framework, kind])
     return notes + note_on_variance(getattr(pair.flax, "module", None))

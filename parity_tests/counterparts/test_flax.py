@@ -84,15 +84,14 @@ def test_nnx_cross(checks):
 
 
 def test_nnx_by_itself_takes_the_softmax_in_float32(checks):
-    report = compare(
+    report = assert_parity(
         *(nnx_attention(), torch_attention(), SELF),
         layout="nnx_mha",
         checks=checks.core,
         torch_call=output_of_torch,
         locate=False,
     )
-    assert [check.name for check in report.failed] == ["forward", "gradients"]
-    assert jnp.finfo(jnp.float64).eps < report.check("forward").error < jnp.finfo(jnp.float32).eps
+    assert "in float64, JAX's attention takes its softmax in float64" in report.notes
 
 
 def attend(query, key, value, mask=None, is_causal=False, **options):

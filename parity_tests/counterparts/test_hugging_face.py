@@ -129,6 +129,11 @@ def test_llama_by_itself_computes_a_part_in_float32(part, checks):
 
     inputs, options = [(B, T, 24)], {"layout": "hf_llama", "torch_call": call, "locate": False}
     report = compare(ours, theirs, inputs, checks=checks.core, **options)
+    if part == "softmax":
+        assert report.passed
+        assert any("what PyTorch makes in float32 is float64" in note for note in report.notes)
+        return
+    # Angles come from a table that was built in float32.
     assert [check.name for check in report.failed] == ["forward", "gradients"]
     assert jnp.finfo(jnp.float64).eps < report.check("forward").error < jnp.finfo(jnp.float32).eps
 

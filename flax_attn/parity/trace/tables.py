@@ -18,13 +18,18 @@ from flax_attn.parity.trace.program import Node
 
 def rounded_tables(alignment: Alignment) -> list[Repair]:
     """Return the replacements of tables that JAX computes with by those of PyTorch."""
+    users = alignment.torch.users
     found = []
     for node in _tables(alignment):
+        agreeing = {}
         for other in alignment.torch.nodes:
             value = _agreeing(node, other)
             if value is not None:
-                found.append(Repair(node, other, alignment, value))
-                break
+                agreeing[other] = value
+        # A table that is rounded at its end agrees before and after.
+        last = [other for other in agreeing if agreeing.keys().isdisjoint(users[other])]
+        if last:
+            found.append(Repair(node, last[0], alignment, agreeing[last[0]]))
     return found
 
 
