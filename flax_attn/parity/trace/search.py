@@ -19,7 +19,7 @@ from flax_attn.parity.trace.explain import explain
 from flax_attn.parity.trace.hypothesis import Hypothesis, grouped_by_kind
 from flax_attn.parity.trace.program import Node, Program
 from flax_attn.parity.trace.repeats import with_repeats
-from flax_attn.parity.trace.tables import rounded_tables
+from flax_attn.parity.trace.tables import explain_table, rounded_tables
 from flax_attn.parity.trace.trials import Changed, Tried, tried
 
 # The first replacements that are tried, after which all runs again.
@@ -93,7 +93,7 @@ def _searched(alignment: Alignment) -> Search:
     found: list[tuple[int, list[Hypothesis]]] = []
     # Their differences are in all that follows, and hide what else differs.
     for table in rounded_tables(alignment):
-        found.append((table.torch.order, explain(table)))
+        found.append((table.torch.order, explain_table(table)))
         changed = alignment.rerun({table.flax: table.value})
         alignment = alignment.with_changed(changed, [table.flax])
     first, tables = alignment, len(found)

@@ -6,12 +6,15 @@ Each side builds them with roundings of its own, so that their last digits diffe
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import islice
 
 import numpy as np
 
 from flax_attn.parity.trace.align import Alignment, Repair
 from flax_attn.parity.trace.apart import LAYOUTS, rounded_by
+from flax_attn.parity.trace.explain import explain
+from flax_attn.parity.trace.hypothesis import Hypothesis
 from flax_attn.parity.trace.layouts import laid_out
 from flax_attn.parity.trace.program import Node
 
@@ -31,6 +34,13 @@ def rounded_tables(alignment: Alignment) -> list[Repair]:
         if last:
             found.append(Repair(node, last[0], alignment, agreeing[last[0]]))
     return found
+
+
+def explain_table(repair: Repair) -> list[Hypothesis]:
+    """Return what differs about a table: nothing but its rounding, whatever it is built of."""
+    error = rounded_by(repair.before.value(repair.flax), repair.value)
+    note = f"{error:.1e}"
+    return [replace(one, parameter="rounding", note=note) for one in explain(repair)[:1]]
 
 
 def _tables(alignment: Alignment) -> Iterator[Node]:
