@@ -44,31 +44,36 @@ def taken_down(flax, theirs):
         jax.tree_util.keystr(path): leaf
         for path, leaf in jax.tree_util.tree_leaves_with_path(nnx.state(flax))
     }
-    drawing = {name for name, x in state.items() if jnp.issubdtype(x.dtype, jax.dtypes.prng_key)}
-    state |= {name: jax.random.key_data(state[name]) for name in drawing}
-    modes = [flax.dropout.deterministic, *(module.training for module in theirs.modules())]
-    parameters = {name: (x.dtype, x.requires_grad, x.grad) for name, x in theirs.named_parameters()}
-    held = {name: np.asarray(x).tobytes() for name, x in {**state, **theirs.state_dict()}.items()}
-    return (
-        held,
-        {name: x.dtype for name, x in state.items()},
-        modes,
-        parameters,
-        torch.get_rng_state().tolist(),
-    )
+    # NumPy holds no keys, but the numbers behind them.
+    for name, leaf in state.items():
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            state[name] = jax.random.key_data(leaf)
+    arrays = state | theirs.state_dict()
+    parameters = dict(theirs.named_parameters())
+    return {
+        "values": {name: np.asarray(x).tobytes() for name, x in arrays.items()},
+        "dtypes": {name: x.dtype for name, x in state.items()},
+        "dropout": flax.dropout.deterministic,
+        "modes": [module.training for module in theirs.modules()],
+        "parameters": {name: (x.dtype, x.requires_grad, x.grad) for name, x in parameters.items()},
+        "stream": torch.get_rng_state().tolist(),
+    }
 
 
 @pytest.mark.parametrize(
     "names", [["forward", "float32", "dropout", "training"], ["padded rows"]], ids=["run", "fail"]
 )
 def test_modules_stay_as_they_are(names):
-    flax, theirs = Noisy(), TorchNoisy().eval()
+    flax, theirs = Noisy(), TorchNoisy()
     flax.eval()
+    theirs.eval()
+    # Gradients are taken of all weights, also of what the user froze.
     theirs.linear.weight.requires_grad_(False)
     before = copy.deepcopy(taken_down(flax, theirs))
     report = compare(flax, theirs, X, layout="torch", checks=names, locate=False)
     assert not report.passed
     assert taken_down(flax, theirs) == before
+    # Nor where it ends with an error.
     with pytest.raises(PairingError, match="do not go through"):
         compare(flax, theirs, [(4, 5)], layout="torch")
     assert taken_down(flax, theirs) == before
@@ -117,22 +122,19 @@ def test_without_a_layout_weights_stay_and_the_report_says_what_was_not_run():
     assert any("layout=None: both modules keep their weights" in note for note in report.notes)
     with torch.no_grad():
         theirs.bias[1] = 1e-9
-    assert [
-        check.name
-        for check in compare(layer, theirs, X, layout=None, locate=False, checks=["forward"]).failed
-    ] == ["forward"]
+    # Drawn anew on both sides, the weights would hide it.
+    changed = compare(layer, theirs, X, layout=None, locate=False, checks=["forward"])
+    assert [check.name for check in changed.failed] == ["forward"]
 
 
 def test_weights_are_drawn_unless_they_are_to_be_kept():
     theirs = torch.nn.Linear(3, 2)
-    kept, drawn = (
-        assert_parity(
-            linear(), theirs, X, layout="torch", checks=["forward"], redraw=redraw
-        ).pair.weights
-        for redraw in (False, True)
-    )
+    options = {"layout": "torch", "checks": ["forward"]}
+    kept = assert_parity(linear(), theirs, X, redraw=False, **options).pair.weights
+    drawn = assert_parity(linear(), theirs, X, redraw=True, **options).pair.weights
     assert (kept["weight"] == theirs.weight.detach().numpy()).all()
     assert (drawn["weight"] != kept["weight"]).all()
+    # A bias of zeros would be right wherever it is added.
     assert (drawn["bias"] != 0).all()
 
 
@@ -161,9 +163,9 @@ def test_inputs_by_name_and_as_arrays():
     )
     assert report.pair.inputs["y"].dtype == np.float64
     assert report.check("gradients").errors.keys() == {"x", "y"}
-    assert assert_parity(jnp.sin, torch.sin, (4, 3), checks=["forward"]).pair.inputs[
-        "input 0"
-    ].shape == (4, 3)
+    # A shape that is not in a list is one input, and not two numbers.
+    single = assert_parity(jnp.sin, torch.sin, (4, 3), checks=["forward"])
+    assert single.pair.inputs["input 0"].shape == (4, 3)
     with pytest.raises(ParityError, match="worst element"):
         assert_parity(
             lambda x, y: x - y,
@@ -188,16 +190,21 @@ def test_integers_stay_integers():
 
 def test_extras_reach_both_calls():
     def flax(x, lengths=None):
-        return x if lengths is None else x * lengths[:, None].astype(x.dtype)
+        if lengths is None:
+            return x
+        return x * lengths[:, None].astype(x.dtype)
 
     def theirs(x, lengths=None):
-        return x if lengths is None else x * lengths[:, None].to(x.dtype)
+        if lengths is None:
+            return x
+        return x * lengths[:, None].to(x.dtype)
 
-    report = assert_parity(
-        flax, theirs, X, checks=["forward"], extras={"lengths": np.array([0, 2, 3, 4])}
-    )
-    assert not report.pair.plain.outputs["output"][0].any()
-    assert report.pair.plain.outputs["output"][1].all()
+    lengths = np.array([0, 2, 3, 4])
+    report = assert_parity(flax, theirs, X, checks=["forward"], extras={"lengths": lengths})
+    # Without the lengths both sides would agree as well, in an output that is nowhere 0.
+    output = report.pair.plain.outputs["output"]
+    assert not output[0].any()
+    assert output[1].all()
 
 
 def test_a_failure_names_tensor_element_error_and_rule():
@@ -233,13 +240,13 @@ def test_unbatched_inputs_are_asked_of_sides_that_take_them():
             raise ValueError("batches alone")
         return x
 
+    # With PyTorch as well as with JAX as the side that refuses.
     for sides in ((batches_alone, lambda x: x), (lambda x: x, batches_alone)):
         check = compare(*sides, X, locate=False).check("unbatched")
         assert check.passed
         assert check.skipped.startswith("one of the calls takes batches only: ")
-        assert not compare(*sides, X, checks=["unbatched"], locate=False).passed, (
-            "it was asked for by name"
-        )
+        asked = compare(*sides, X, checks=["unbatched"], locate=False)
+        assert not asked.passed, "it was asked for by name"
 
 
 def test_a_first_axis_that_is_always_a_batch_is_no_failure():

@@ -22,7 +22,9 @@ def show(capsys):
 
 
 def row(text, name):
-    return next(line for line in text.splitlines() if line.strip().startswith(f"{name} "))
+    lines = text.splitlines()
+    # The space keeps a name apart from a longer one.
+    return next(line for line in lines if line.strip().startswith(f"{name} "))
 
 
 def test_verdict_comes_first_and_says_what_it_rests_on(show, equal, differing, unrun):
@@ -52,7 +54,10 @@ def test_what_differs_comes_first_then_checks(show, differing):
     text = show(differing)
     titles = ("what they compute differently", "check ", "not run", "notes", "repeat")
     lines = [f"{line.strip()} " for line in text.splitlines()]
-    places = [next(i for i, line in enumerate(lines) if line.startswith(title)) for title in titles]
+    places = []
+    for title in titles:
+        begun = next(line for line in lines if line.startswith(title))
+        places.append(lines.index(begun))
     assert places == sorted(places)
     assert "torch multiplies by 0.5, flax does not" in text
     assert "torch source.py:5, 7  0.5 * x @ y" in text
@@ -67,32 +72,33 @@ def test_failing_checks_stand_above_those_that_hold(show, differing):
 
 def test_the_pairs_of_the_layout_are_a_table(show, equal, monkeypatch):
     entries = plan({"fc.kernel": (3, 4), "fc.bias": (4,), "norm.scale": (4,)}, LAYOUTS["torch"])
-    pattern = next(entry.rule.pattern for entry in entries if entry.theirs == "fc.weight")
-    text = show(replace(equal, entries=entries))
+    (pattern,) = [entry.rule.pattern for entry in entries if entry.theirs == "fc.weight"]
+    report = replace(equal, entries=entries)
+    text = show(report)
     assert "pairs of parameters" in text
-    assert row(text, "fc.weight").split() == f"fc.weight 4 3 fc.kernel 3 4 {pattern}".split()
+    weight = f"fc.weight 4 3 fc.kernel 3 4 {pattern}"
+    assert row(text, "fc.weight").split() == weight.split()
     assert row(text, "fc.bias").split() == ["fc.bias", "4", "fc.bias", "4", "unchanged"]
+    # A model has hundreds of pairs.
     monkeypatch.setattr(console, "PAIRS", 1)
-    assert "and 2 more, in the page and in JSON" in show(replace(equal, entries=entries))
+    assert "and 2 more, in the page and in JSON" in show(report)
 
 
 @pytest.mark.parametrize("width", [110, 80])
 def test_nothing_is_cut(show, width):
     long = "blocks.11.attention.self_attention.W_query.weight"
     where = {"index": [1023, 767], "flax": -0.123456789e-100, "torch": -0.223456789e-100}
-    checks = [
-        Check(name, 1.25e-300, 1e-301, long, "a note", where=where)
-        for name in ("non-finite padding", "training")
-    ]
+    names = ("non-finite padding", "training")
+    checks = [Check(name, 1.25e-300, 1e-301, long, "a note", where=where) for name in names]
     text = show(Report("x", checks), width)
     assert max(map(len, text.splitlines())) <= width
     assert "…" not in text
     joined = "".join(text.split())
-    assert (
-        joined.count(f"{long}[1023,767]:flax-1.23456789e-101,torch-2.23456789e-101") == 2
-        or width == 80
-    )
-    assert all(word in joined for word in ("non-finitepadding1.2e-30", "2.23456789e-101", "anote"))
+    worst = f"{long}[1023,767]:flax-1.23456789e-101,torch-2.23456789e-101"
+    # In 80 columns a cell takes several lines, between which stand those of other cells.
+    assert joined.count(worst) == 2 or width == 80
+    for word in ("non-finitepadding1.2e-30", "2.23456789e-101", "anote"):
+        assert word in joined
 
 
 def test_markup_in_a_name_is_shown_as_it_is(show, equal):

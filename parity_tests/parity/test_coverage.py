@@ -46,18 +46,20 @@ def test_the_verdict_has_four_states(checks, coverage, state):
 def test_every_form_of_a_report_says_what_was_tested_and_what_was_not(tmp_path):
     report = Report("r", [Check("forward", 0.0, 1.0)], coverage=HIDDEN)
     assert report.passed
-    report.save(tmp_path / "r.json")
-    report.save(tmp_path / "r.html")
-    report.save(tmp_path / "r.xml")
-    written = json.loads((tmp_path / "r.json").read_text())
+    files = {}
+    for kind in ("json", "html", "xml"):
+        path = tmp_path / f"r.{kind}"
+        report.save(path)
+        files[kind] = path.read_text()
+    written = json.loads(files["json"])
     assert written["coverage"] == {"lines": [HIDDEN.lines], "untested": [*HIDDEN.untested]}
-    page = (tmp_path / "r.html").read_text()
-    for text in (str(report), page, (tmp_path / "r.xml").read_text()):
+    for text in (str(report), files["html"], files["xml"]):
         assert "equal where tested" in text
         assert HIDDEN.lines in text
     assert HIDDEN.untested[0] in str(report)
     assert HIDDEN.untested[0] in report.explain()
-    assert "mask &lt;b&gt; has no effect" in page
+    # A name of the user's is no markup.
+    assert "mask &lt;b&gt; has no effect" in files["html"]
 
 
 def test_all_checks_on_a_plain_layer_leave_nothing_untested():
@@ -130,6 +132,7 @@ class TorchIdle(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.ones(4))
 
     def forward(self, x):
+        # It has a gradient, which is zero.
         return x + 0 * self.weight
 
 
@@ -151,6 +154,7 @@ def called_back(x):
     def sine(x):
         return jax.pure_callback(lambda x: np.sin(x), shape, x)
 
+    # JAX cannot differentiate what Python computes.
     sine.defvjp(lambda x: (sine(x), x), lambda x, g: (g * jnp.cos(x),))
     return sine(x)
 
@@ -169,9 +173,11 @@ def test_a_callback_that_returns_nothing_is_harmless():
         return jnp.sin(x)
 
     report = judged(shown, torch.sin, checks=["forward"])
+    # What prints or logs has no number that the outputs depend on.
     assert not any("Python" in line for line in report.coverage.untested)
 
 
+# The checks in which a number of float64 among those of the inputs would raise the dtype.
 LOW = ["float32", "bfloat16"]
 
 

@@ -19,9 +19,8 @@ def jump_at(bits):
 @pytest.fixture
 def inputs():
     x = np.random.default_rng(0).normal(size=(3, 5))
-    x[2, 3] = (
-        1 + 2**-11 * 0.999
-    )  # rounded to 1, but to the next number of float16 in every other draw
+    # Rounded to 1, but to the next number of float16 in every other draw.
+    x[2, 3] = 1 + 2**-11 * 0.999
     return x
 
 
@@ -31,10 +30,8 @@ def test_what_one_rounding_alone_does_is_no_difference(inputs):
 
 
 def test_what_every_rounding_does_is_one(inputs):
-    report = compare(
-        lambda x: 2.01 * x if x.dtype == jnp.float16 else 2 * x,
-        doubled,
-        [inputs],
-        checks=["float16"],
-    )
+    def wrong(x):
+        return 2.01 * x if x.dtype == jnp.float16 else 2 * x
+
+    report = compare(wrong, doubled, [inputs], checks=["float16"])
     assert report.check("float16").error > 1

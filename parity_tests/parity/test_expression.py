@@ -28,11 +28,10 @@ def of_torch(function):
 
 
 def built(program):
+    # An input has the same number on both sides, which need not read them in one order.
     order = {"x": 0, "y": 1, "w": 2}
-    leaves = {}
-    for node in program.nodes:
-        if node.operation == "source":
-            leaves[node] = order[node.name]
+    sources = [node for node in program.nodes if node.operation == "source"]
+    leaves = {node: order[node.name] for node in sources}
     (output,) = program.outputs.values()
     return Builder(leaves, program.varying)(output)
 
@@ -75,6 +74,7 @@ EQUAL = {
     ],
     "wider dtype": [lambda x, y, w: x.astype(jnp.float64) + y, lambda x, y, w: x + y],
 }
+# What differs by little is not one expression.
 APART = {
     "transpose": [lambda x, y, w: x - x.T, lambda x, y, w: x - x],
     "factor": [lambda x, y, w: 0.5 * x, lambda x, y, w: 0.25 * x],
@@ -95,6 +95,7 @@ def test_equal_formulas_are_one_expression(case):
     ours, theirs = EQUAL[case]
     flax, other = of_jax(ours), of_torch(theirs)
     assert flax == other, f"{flax}\n{other}"
+    # Expressions are looked up in dictionaries.
     assert hash(flax) == hash(other)
 
 

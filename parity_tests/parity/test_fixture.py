@@ -28,27 +28,19 @@ def test_unpaired(parity):
 
 def test_the_fixture_fails_the_tests_of_pairs_that_differ(tmp_path):
     (tmp_path / "test_port.py").write_text(TESTS)
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "pytest_flax_attn",  # where it is not installed, but lies on the path
-        "--parity-report",
-        "pages",
-    ]
+    options = ["-q", "--parity-report", "pages"]
+    # The second where it is not installed, but lies on the path.
+    plugins = ["-p", "no:cacheprovider", "-p", "pytest_flax_attn"]
+    command = [sys.executable, "-m", "pytest", *options, *plugins]
     run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert "2 failed, 1 passed" in run.stdout, run.stdout + run.stderr
     assert "ParityError: test_different: the two sides differ" in run.stdout
     assert "forward: error 0.5 at 'output', the rule is 1e-12; worst element" in run.stdout
     assert "repeat: pytest 'test_port.py::test_different'" in run.stdout
-    assert (
-        "PairingError: the parameters of the two modules do not pair in this layout" in run.stdout
-    )
-    assert "flax_attn/" not in run.stdout  # the traceback ends at the line of the test
+    unpaired = "PairingError: the parameters of the two modules do not pair in this layout"
+    assert unpaired in run.stdout
+    # The traceback ends at the line of the test.
+    assert "flax_attn/" not in run.stdout
     assert [page.name for page in (tmp_path / "pages").iterdir()] == ["test_different.html"]
 
 

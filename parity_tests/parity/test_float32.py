@@ -17,6 +17,7 @@ pytestmark = pytest.mark.usefixtures("as_a_user_has_jax")
 WIDTH, HALF = 8, 4
 STEP = -math.log(10_000) / HALF
 TIMES = np.array([3, 17, 400, 999])
+# The check in float32 tells whether a difference in float64 is one of rounding.
 CHECKS = ["forward", "gradients", "float32"]
 NAMED = "what PyTorch makes in float32 is float64, also by name"
 
@@ -133,6 +134,7 @@ def test_float32_of_jax_alone_is_different():
     assert any("float32" in cause for cause in report.causes)
 
 
+# Longer than the inputs, so that a shifted table has enough rows.
 LENGTH = 20
 
 
@@ -215,9 +217,11 @@ def test_a_table_that_is_shifted_is_different():
 
 
 def test_a_gradient_beside_a_table_is_judged():
+    # The outputs agree to float32, but half of the gradient is missing.
     class Stopped(Table):
         def __call__(self, x):
-            return 0.5 * super().__call__(x) + jax.lax.stop_gradient(0.5 * super().__call__(x))
+            half = 0.5 * super().__call__(x)
+            return half + jax.lax.stop_gradient(half)
 
     report = compare(Stopped("float32"), TorchTable().eval(), [(2, 9, WIDTH)], checks=CHECKS)
     assert report.state == "different"

@@ -29,6 +29,7 @@ class Letters(Names):
         return ""
 
 
+# Inputs, or what agrees on both sides.
 A, B, C = map(leaf, "abc")
 CONV = {"stride": (1, 1), "padding": ((0, 0), (0, 0))}
 ROWS = {
@@ -107,10 +108,12 @@ def test_gaps_are_the_smallest_parts_that_differ(case):
 @pytest.mark.parametrize("case", ROWS)
 def test_gaps_are_alike_from_the_other_side(case):
     flax, theirs, expected = ROWS[case]
+    # Neither side is taken for the right one.
     assert len(list(gaps(theirs, flax))) == len(expected)
     assert list(gaps(flax, flax)) == list(gaps(theirs, theirs)) == []
 
 
+# A mean and a variance, as both sides have them: sums and products of no name of their own.
 SUMMED = Expression("sum_over", (A,), ((4,),))
 CENTRED = total([(1.0, A), (-0.25, SUMMED)])
 SQUARES = Expression("sum_over", (product([(CENTRED, 2.0)]),), ((4,),))
@@ -138,6 +141,7 @@ WRITTEN = {
 
 @pytest.mark.parametrize("expected", WRITTEN)
 def test_expressions_are_written_in_plain_notation(expected):
+    # The order of terms and factors is not part of the notation.
     flat = sorted(text(WRITTEN[expected], Letters()).replace("(", " ").split())
     assert flat == sorted(expected.replace("(", " ").split())
 
@@ -146,6 +150,7 @@ def test_deep_expressions_are_cut():
     deep = A
     for _ in range(40):
         deep = call("sin", deep)
+    # A headline must be read at sight.
     assert "..." in text(deep, Letters())
     assert len(text(deep, Letters())) < 100
 

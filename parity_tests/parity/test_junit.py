@@ -23,10 +23,10 @@ def test_every_check_is_a_case(written, equal, differing):
     suites = root.findall("testsuite")
     assert [suite.get("name") for suite in suites] == ["equal", differing.name]
     for suite, report in zip(suites, (equal, differing), strict=True):
-        variants = suite.findall("testcase")
-        assert [(variant.get("classname"), variant.get("name")) for variant in variants] == [
-            (report.name, check.name) for check in report.checks
-        ]
+        cases = suite.findall("testcase")
+        # Services for continuous integration tell cases apart by both.
+        names = [(case.get("classname"), case.get("name")) for case in cases]
+        assert names == [(report.name, check.name) for check in report.checks]
 
 
 def test_counts_are_those_of_the_cases(written, equal, differing):
@@ -40,9 +40,8 @@ def test_counts_are_those_of_the_cases(written, equal, differing):
 
 def test_a_failure_says_where_and_how_far(written, differing):
     failure = written(differing).find(".//testcase[@name='forward']/failure")
-    assert (
-        failure.get("message") == f"{differing.causes[0]}; {differing.check('forward').explain()}"
-    )
+    cause, explained = differing.causes[0], differing.check("forward").explain()
+    assert failure.get("message") == f"{cause}; {explained}"
     assert failure.text == differing.explain()
 
 
@@ -64,6 +63,7 @@ def test_environment_seed_and_command_are_properties(written, differing, equal):
 
 
 def test_what_xml_cannot_hold_is_left_out(written):
+    # A control character, a null, half a surrogate pair; and what it can hold.
     report = Report("x\x1b[1m", [Check("forward", 1.0, 0.5, "a\x00b", "\ud800 \U0001f600")])
     variant = written(report).find(".//testcase")
     assert variant.get("classname") == "x[1m"
