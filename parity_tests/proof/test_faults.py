@@ -48,15 +48,12 @@ def test_every_fault_is_detected_first_by_the_check_that_should(row):
     assert watched == list(found) == [known.name for known in faults]
     first = {name: result.check and result.check.name for name, result in found.items()}
     assert first == {known.name: known.check for known in faults}
-    assert "the call itself" not in [result.check.worst for result in found.values()], (
-        "a fault must not raise"
-    )
-    passes = {
-        name: {tol for tol, good in found[name].fixed.items() if good}
-        for name in PASSES
-        if name in found
-    }
-    assert passes == {name: PASSES[name] for name in passes}
+    worst = [result.check.worst for result in found.values()]
+    assert "the call itself" not in worst, "a fault must not raise"
+    for name in PASSES.keys() & found.keys():
+        passed = {tolerance for tolerance, good in found[name].fixed.items() if good}
+        assert passed == PASSES[name], name
+    # What is read at no line of the two sides must not be shown at one.
     for result in detections:
         said = f"{result.fault.what}\n{result.difference}"
         read = row in EXPLAINED and result.fault.check in detect.READ
@@ -69,14 +66,17 @@ def _faults(row):
 
 def test_every_fault_is_a_row_of_its_own():
     assert len(FAULTS) >= 114
-    for words in ([known.name for known in FAULTS], [known.what for known in FAULTS]):
-        assert len(set(words)) == len(FAULTS)
+    names = {known.name for known in FAULTS}
+    sentences = {known.what for known in FAULTS}
+    # One fault that is there twice would count twice as detected.
+    for words in (names, sentences):
+        assert len(words) == len(FAULTS)
         assert all(words)
-    assert all(
-        known.what.endswith(".") and known.patches and known.variant.name == known.row
-        for known in FAULTS
-    )
-    assert set(PASSES) <= {known.name for known in FAULTS}
+    for known in FAULTS:
+        assert known.what.endswith(".")
+        assert known.patches
+        assert known.variant.name == known.row
+    assert set(PASSES) <= names
 
 
 def test_faults_are_patched_into_code_that_ships():
@@ -101,9 +101,11 @@ def test_every_check_in_the_order_is_the_first_to_detect_something():
 
 @pytest.mark.parametrize("row", ROWS)
 def test_patches_are_taken_out_again_also_after_an_error(row):
-    module = _faults(row)[0].variant.build(torch_ref)
+    faults = _faults(row)
+    module = faults[0].variant.build(torch_ref)
     before = _state(module)
-    for known in _faults(row):
+    # All on one module: a patch that stays would show with the next fault.
+    for known in faults:
         with pytest.raises(ZeroDivisionError), patched(module, known.patches):
             raise ZeroDivisionError
         assert _state(module) == before
@@ -115,30 +117,31 @@ def test_patches_are_taken_out_again_also_after_an_error(row):
 def _state(module):
     """Return the identities of all attributes of the module, `torch_ref`, and all else patched."""
     files = [file for name, file in sys.modules.items() if name.split(".")[0] == "torch_ref"]
-    classes = {thing for file in files for thing in vars(file).values() if isinstance(thing, type)}
-    state = {
-        (str(thing), name): id(value)
-        for thing in (*files, *classes, Recipe, torch.optim, torch.nn.GELU)
-        for name, value in vars(thing).items()
-    }
+    things = {*files, Recipe, torch.optim, torch.nn.GELU}
+    for file in files:
+        things |= {thing for thing in vars(file).values() if isinstance(thing, type)}
+    state = {}
+    for thing in things:
+        state |= {(str(thing), name): id(value) for name, value in vars(thing).items()}
     for path, part in module.named_modules():
-        arrays = *part.named_parameters(recurse=False), *part.named_buffers(recurse=False)
-        own = [*vars(part).items(), *arrays, *part.named_children()]
-        state |= {(path, name): id(value) for name, value in own}
+        own = dict(vars(part))
+        # PyTorch keeps these in dictionaries, whose identity stays when an entry changes.
+        own |= dict(part.named_parameters(recurse=False))
+        own |= dict(part.named_buffers(recurse=False))
+        own |= dict(part.named_children())
+        state |= {(path, name): id(value) for name, value in own.items()}
     return state
 
 
 def test_a_patch_that_cannot_be_applied_takes_out_those_before_it():
     module = torch_ref.RMSNorm(4)
     before = _state(module)
-    for wrong, error in (
-        (Patch("", "scale", 2.0), TypeError),
-        (Patch("", "epsilon", 0.1), AttributeError),
-    ):
-        with (
-            pytest.raises(error, match=r"scale|epsilon"),
-            patched(module, [Patch("", "eps", 0.1), wrong]),
-        ):
+    right = Patch("", "eps", 0.1)
+    # A number for a parameter, and a name that the module lacks.
+    of_another_type, of_no_attribute = Patch("", "scale", 2.0), Patch("", "epsilon", 0.1)
+    for wrong, error in ((of_another_type, TypeError), (of_no_attribute, AttributeError)):
+        raises = pytest.raises(error, match=r"scale|epsilon")
+        with raises, patched(module, [right, wrong]):
             pass
     assert _state(module) == before
 
@@ -163,13 +166,13 @@ def test_a_fault_is_patched_in_alone():
         alone.append(original is forward)
         return 2 * original(self, x)
 
-    twice = [
-        fault(name, "The output is doubled.", "rms_norm", Wrap(RMSNorm, "forward", doubled))
-        for name in ("one", "two")
-    ]
+    patch = Wrap(RMSNorm, "forward", doubled)
+    twice = [fault(name, "The output is doubled.", "rms_norm", patch) for name in ("one", "two")]
     for result in detect.detect(twice):
+        # Half of the larger value; of both patches at once it would be three quarters.
         assert result.check.error == pytest.approx(0.5)
-    assert len(alone) >= 4  # for the checks, and for the fixed tolerances
+    # Each is called for the checks, and for the fixed tolerances.
+    assert len(alone) >= 4
     assert all(alone)
 
 

@@ -34,6 +34,7 @@ def test_what_is_wrong_for_many_rows_alone_fails(pair, monkeypatch):
 
     def wrong(spec):
         found = run(spec)
+        # The inputs of every other check are smaller.
         many = len(found.outputs["output"]) > 1000
         if many and spec.optimized:
             found.outputs["output"] = found.outputs["output"] + 1
