@@ -17,6 +17,8 @@ from flax_attn.parity.trace.program import Place
 
 X = [(5, 4, 4)]
 
+# Between them these functions have an operation for each kind of edit, see LINES.
+
 
 def summed(x):
     steps = jnp.arange(4, dtype=x.dtype)[None, None]
@@ -27,7 +29,8 @@ def summed(x):
 def split(x):
     heads = jnp.reshape(x, (5, 2, 2, 4))
     weights = jax.nn.softmax(heads)
-    return jax.lax.cumsum(weights, axis=1), jnp.concatenate([x[:, :2], x[:, 2:]], axis=2)
+    joined = jnp.concatenate([x[:, :2], x[:, 2:]], axis=2)
+    return jax.lax.cumsum(weights, axis=1), joined
 
 
 def scanned(x):
@@ -36,7 +39,9 @@ def scanned(x):
         return carry, carry * 2.0
 
     last, rows = jax.lax.scan(step, x[0], x)
-    return last, jax.lax.cond(x[0, 0, 0] > 100.0, jnp.sin, jnp.cos, rows)
+    # Inputs are normal numbers, so that only the second branch runs.
+    large = x[0, 0, 0] > 100.0
+    return last, jax.lax.cond(large, jnp.sin, jnp.cos, rows)
 
 
 def looped(x):
@@ -51,7 +56,9 @@ def convolved(x):
 
 
 def largest(x):
-    return jnp.max(x, axis=2) + jnp.take(x[:, 0], jnp.array([0, 2, 1, 1]), axis=1) ** 3
+    columns = jnp.array([0, 2, 1, 1])
+    taken = jnp.take(x[:, 0], columns, axis=1)
+    return jnp.max(x, axis=2) + taken**3
 
 
 def edits(paired, function):
@@ -59,7 +66,12 @@ def edits(paired, function):
     pair = paired(function, torch.sin, *X)
     right = EditedAdapter(JaxAdapter(function))
     trace = right.trace(pair.uncompiled)
-    return pair, right, [edit for edit in trace.edits() if trace.fits(edit)]
+    fitting = [edit for edit in trace.edits() if trace.fits(edit)]
+    return pair, right, fitting
+
+
+def shapes_and_dtypes(outputs):
+    return {name: (output.shape, output.dtype) for name, output in outputs.items()}
 
 
 FUNCTIONS = (summed, split, scanned, looped, convolved, largest)
@@ -69,13 +81,15 @@ FUNCTIONS = (summed, split, scanned, looped, convolved, largest)
 def test_each_edit_runs_in_its_line_and_keeps_shapes_and_dtypes(paired, function):
     with jax.enable_x64(True):
         pair, right, found = edits(paired, function)
-        wanted = right.run(pair.uncompiled).outputs
+        wanted = shapes_and_dtypes(right.run(pair.uncompiled).outputs)
         assert len(found) > 10
-        for edit in found[:: len(found) // 8]:
+        # A run of each edit would take minutes.
+        apart = len(found) // 8
+        for edit in found[::apart]:
             assert edit.key.place.file == __file__
-            outputs = EditedAdapter(right, edit).run(pair.uncompiled).outputs
-            shapes = {name: (output.shape, output.dtype) for name, output in outputs.items()}
-            assert shapes == {name: (a.shape, a.dtype) for name, a in wanted.items()}
+            edited = EditedAdapter(right, edit)
+            outputs = edited.run(pair.uncompiled).outputs
+            assert shapes_and_dtypes(outputs) == wanted
 
 
 #: For each kind a function and the text of the line at which an edit of the kind changes it.
@@ -99,6 +113,7 @@ LINES = {
 
 
 def test_there_is_a_line_for_each_kind():
+    # Else a kind that is added would not be tried.
     assert set(LINES) == set(CATALOGUE)
 
 
@@ -107,19 +122,25 @@ def test_an_edit_changes_the_run_at_its_line(paired, kind):
     function, source = LINES[kind]
     with jax.enable_x64(True):
         pair, right, found = edits(paired, function)
-        here = [one for one in found if one.kind == kind and source in one.key.place.source]
+        of_kind = [one for one in found if one.kind == kind]
+        here = [one for one in of_kind if source in one.key.place.source]
         assert here
-        plain = right.run(pair.uncompiled)
-        cotangents = pair.cotangents_for(plain.outputs)
         # No gradient flows backwards through a loop of unknown length.
-        gradients = None if function is looped and kind != "stop_gradient" else cotangents
-        spec = pair.run_spec("edited", cotangents=gradients)
-        wanted = right.run(spec).arrays
-        changed = [_differs(EditedAdapter(right, one).run(spec).arrays, wanted) for one in here]
-        assert any(changed)
+        backwards = function is not looped or kind == "stop_gradient"
+        assert changed(pair, right, here, backwards)
 
 
-def _differs(found, wanted):
+def changed(pair, right, edits, backwards):
+    """Whether one of some edits changes the outputs or, backwards, the gradients."""
+    cotangents = pair.cotangents_for(right.run(pair.uncompiled).outputs)
+    spec = pair.run_spec("edited", cotangents=cotangents if backwards else None)
+    wanted = right.run(spec).arrays
+    edited = [EditedAdapter(right, edit).run(spec).arrays for edit in edits]
+    # One is enough: a kind has several edits at a line, and not each is felt.
+    return any(differs(arrays, wanted) for arrays in edited)
+
+
+def differs(found, wanted):
     return any(not np.array_equal(found[name], array) for name, array in wanted.items())
 
 
@@ -139,7 +160,8 @@ def torch_layer():
 
 
 def planted(checks, count, **options):
-    return compare(Layer(), torch_layer().eval(), [(3, 4)], checks=checks, mutants=count, **options)
+    sides = Layer(), torch_layer().eval()
+    return compare(*sides, [(3, 4)], checks=checks, mutants=count, **options)
 
 
 def test_forward_and_gradients_detect_what_changes_anything():
@@ -149,32 +171,45 @@ def test_forward_and_gradients_detect_what_changes_anything():
     assert len(found.mutants) == 30
     assert not found.undetected
     assert set(found.detected) == {"forward", "gradients"}
-    stopped = [one for one in found.mutants if one.kind == "stop_gradient" and one.detected_by]
-    assert {one.detected_by for one in stopped} == {"gradients"}
+    # A stopped gradient leaves all outputs as they are.
+    stopped = [one for one in found.mutants if one.kind == "stop_gradient"]
+    by = {one.detected_by for one in stopped if one.detected_by}
+    assert by == {"gradients"}
     effective = 30 - len(found.equivalent)
     assert f"{effective} of {effective} edits are detected (forward" in str(report)
     assert report.mutants.as_dict()["undetected"] == 0
 
 
-def test_a_check_of_shapes_detects_nothing():
-    report = planted(["shapes"], 6)
-    found = report.mutants
-    assert not found.detected
-    assert len(found.undetected) + len(found.equivalent) == 6
-    first, *lines = found.lines()
-    assert first.startswith(f"0 of {len(found.undetected)} edits are detected")
-    assert lines == [f"not detected: {one}" for one in found.undetected]
-    assert all(line.split()[2].startswith("test_mutants.py:") for line in lines)
-    record = json.loads(json.dumps(found.as_dict()))
+@pytest.fixture(scope="module")
+def unseen():
+    # An edit keeps all shapes.
+    return planted(["shapes"], 6).mutants
+
+
+def test_a_check_of_shapes_detects_nothing(unseen):
+    undetected = unseen.undetected
+    assert not unseen.detected
+    assert len(undetected) + len(unseen.equivalent) == 6
+    first, *lines = unseen.lines()
+    assert first.startswith(f"0 of {len(undetected)} edits are detected")
+    assert lines == [f"not detected: {one}" for one in undetected]
+    assert all(line.startswith("not detected: test_mutants.py:") for line in lines)
+
+
+def test_a_record_of_mutants_can_be_written(unseen):
+    written = json.dumps(unseen.as_dict())
+    record = json.loads(written)
     assert record["planted"] == 6
     assert record["mutants"][0]["file"] == __file__
 
 
 def test_an_edit_without_effect_is_counted_apart(paired):
     def function(x):
+        # Without the sign it is the same function.
         return jnp.square(-x)
 
-    found = plant(paired(function, lambda x: x**2, (3, 4)), ["forward", "gradients"], 40)
+    pair = paired(function, lambda x: x**2, (3, 4))
+    found = plant(pair, ["forward", "gradients"], 40)
     assert any("neg" in one.sentence for one in found.equivalent)
     assert not any(one.detected_by for one in found.equivalent)
     assert not found.undetected
@@ -198,12 +233,14 @@ def test_the_number_of_mutants_is_not_negative():
 
 def test_the_edited_side_is_a_jax_module(paired):
     pair = paired(jnp.sin, torch.sin, (3, 4))
+    # PyTorch in both places, where there is no jaxpr to edit.
     pair.flax = pair.torch
     with pytest.raises(ValueError, match="edits of a JAX module; got a TorchAdapter"):
         plant(pair, ["forward"], 5)
 
 
 def test_training_runs_on_an_edited_side():
+    # Of these three edits at least one changes what is trained.
     found = planted(["training"], 3, seed=1).mutants
     assert set(found.detected) <= {"training"}
     assert found.detected
