@@ -60,6 +60,7 @@ class TorchCounter(torch.nn.Module):
     [(Counter(), lambda x: x), (Remembering(), torch.sin), (lambda x: x, TorchCounter())],
 )
 def test_a_state_that_one_side_keeps_between_calls(ours, theirs):
+    # Where they are called once they are the same function.
     report = judged(ours, theirs, [(B, D)], ["forward", "twice"], layout=None)
     assert [check.name for check in report.failed] == ["twice"]
 
@@ -74,16 +75,26 @@ def test_a_state_that_both_keep_is_the_same_and_named():
 # Shapes.
 
 
+CAUSAL = np.tri(T, dtype=bool)
+
+
+def softmax_in_torch(x):
+    return torch.softmax(x, dim=-1)
+
+
 def attend(x):
-    return torch.softmax(x @ x.mT / x.shape[1] ** 0.5, dim=-1) @ x
+    scores = x @ x.mT / x.shape[1] ** 0.5
+    return torch.softmax(scores, dim=-1) @ x
 
 
 def attend_at_length_5(x):
-    return jax.nn.softmax(x @ x.mT / 5**0.5, axis=-1) @ x
+    scores = x @ x.mT / 5**0.5
+    return jax.nn.softmax(scores, axis=-1) @ x
 
 
 def attend_in_jax(x):
-    return jax.nn.softmax(x @ x.mT / x.shape[1] ** 0.5, axis=-1) @ x
+    scores = x @ x.mT / x.shape[1] ** 0.5
+    return jax.nn.softmax(scores, axis=-1) @ x
 
 
 @pytest.mark.parametrize(("ours", "failed"), [(attend_in_jax, []), (attend_at_length_5, [True])])
@@ -98,25 +109,33 @@ def pooled(x):
 
 def halves(x, height, width):
     b, c = x.shape[:2]
-    x = x[:, :, : height // 2 * 2, : width // 2 * 2]
-    return x.reshape(b, c, height // 2, 2, width // 2, 2).mean(axis=(3, 5))
+    rows, columns = height // 2, width // 2
+    # A last odd row or column is left out, as in PyTorch.
+    even = x[:, :, : rows * 2, : columns * 2]
+    return even.reshape(b, c, rows, 2, columns, 2).mean(axis=(3, 5))
+
+
+IMAGES = [(B, 3, 6, 6)]
 
 
 def test_a_port_that_is_right_for_one_image_size():
     def at_size_6(x):
         return halves(x, 6, 6)
 
-    report = judged(at_size_6, pooled, [(B, 3, 6, 6)], ["forward", "other shapes"])
+    report = judged(at_size_6, pooled, IMAGES, ["forward", "other shapes"])
     (check,) = report.failed
     assert check.name == "other shapes"
-    report = judged(
-        lambda x: halves(x, *x.shape[2:]), pooled, [(B, 3, 6, 6)], ["forward", "other shapes"]
-    )
+
+
+def test_a_port_that_is_right_for_all_image_sizes():
+    def at_each_size(x):
+        return halves(x, *x.shape[2:])
+
+    report = judged(at_each_size, pooled, IMAGES, ["forward", "other shapes"])
     assert report.passed, report.explain()
-    assert report.check("other shapes").covers == (
-        "input 0 (4, 6, 12, 12)",
-        "input 0 (2, 4, 7, 6)",
-    )
+    # All axes doubled; then channels and height longer by one, which is no square.
+    shapes = "input 0 (4, 6, 12, 12)", "input 0 (2, 4, 7, 6)"
+    assert report.check("other shapes").covers == shapes
 
 
 def test_a_length_that_jax_refuses():
@@ -131,8 +150,11 @@ def test_an_uneven_size_that_jax_refuses_is_not_tested():
         return x.reshape(b, t // 2, 2, d).mean(axis=2)
 
     def pairs(x):
-        return x[:, : x.shape[1] // 2 * 2].reshape(len(x), x.shape[1] // 2, 2, -1).mean(2)
+        b, t, d = x.shape
+        even = x[:, : t // 2 * 2]
+        return even.reshape(b, t // 2, 2, d).mean(2)
 
+    # Only doubled lengths, here 12, must be taken.
     report = judged(even, pairs, [(B, 6, D)], ["forward", "other shapes"])
     assert report.passed, report.explain()
     assert "PyTorch takes input 0 (2, 7, 5), and flax raised" in report.coverage.untested[0]
@@ -141,14 +163,17 @@ def test_an_uneven_size_that_jax_refuses_is_not_tested():
 def test_tokens_of_several_inputs_grow_together():
     def masked(softmax, where):
         def call(x, mask):
-            return softmax(where(mask, x @ x.mT, -1e30)) @ x
+            scores = where(mask, x @ x.mT, -1e30)
+            return softmax(scores) @ x
 
         return call
 
     ours = masked(jax.nn.softmax, jnp.where)
-    theirs = masked(lambda x: torch.softmax(x, dim=-1), torch.where)
-    report = judged(ours, theirs, [(B, T, D), np.tri(T, dtype=bool)], ["forward", "other shapes"])
+    theirs = masked(softmax_in_torch, torch.where)
+    inputs = [(B, T, D), CAUSAL]
+    report = judged(ours, theirs, inputs, ["forward", "other shapes"])
     assert report.passed, report.explain()
+    # A mask of 5 tokens fits no 10.
     shapes = "input 0 (4, 10, 8), input 1 (10, 10)"
     assert report.check("other shapes").covers[0] == shapes
 
@@ -177,7 +202,8 @@ def shown(x, mask):
 
 
 def shown_in_jax(x, mask):
-    return jax.nn.softmax(jnp.where(mask, x @ x.mT, -jnp.inf), axis=-1) @ x
+    scores = jnp.where(mask, x @ x.mT, -jnp.inf)
+    return jax.nn.softmax(scores, axis=-1) @ x
 
 
 def without_a_mask(x, mask):
@@ -197,14 +223,16 @@ SEEN = np.ones((T, T), bool)
         (shown_in_jax, SEEN, True),
         (without_a_mask, SEEN, False),
         (transposed, SEEN, False),
+        # Symmetric, though it hides most.
         (transposed, np.eye(T, dtype=bool), False),
     ],
 )
 def test_masks_are_tried_with_both_values_and_of_several_kinds(ours, mask, passed):
     report = judged(ours, shown, [(B, T, D), mask], ["forward", "masks"])
     assert report.check("forward").passed
-    assert report.check("masks").passed == passed
-    assert report.check("masks").covers == ("input 1 as random, lower triangle, one hidden column",)
+    tried = report.check("masks")
+    assert tried.passed == passed
+    assert tried.covers == ("input 1 as random, lower triangle, one hidden column",)
     assert not any("input 1" in sentence for sentence in report.coverage.untested)
 
 
@@ -213,37 +241,38 @@ def causal(softmax, where, seen, hidden):
 
     def attend(x, mask):
         scores = where(mask, hidden, x @ x.mT)
-        return softmax(where(seen, scores, -1e30)) @ x
+        causal = where(seen, scores, -1e30)
+        return softmax(causal) @ x
 
     return attend
 
 
 def test_the_value_that_hides_is_found_so_that_nobody_is_left_without_a_key():
-    seen = np.tri(T, dtype=bool)
     # They differ where someone sees nothing.
-    ours = causal(jax.nn.softmax, jnp.where, seen, -1e20)
-    theirs = causal(lambda x: x.softmax(dim=-1), torch.where, torch.tensor(seen), -1e30)
-    mask = np.zeros((B, 1, T), bool)
-    report = judged(ours, theirs, [(B, T, D), mask], ["forward", "masks"])
+    ours = causal(jax.nn.softmax, jnp.where, CAUSAL, -1e20)
+    theirs = causal(softmax_in_torch, torch.where, torch.tensor(CAUSAL), -1e30)
+    none_hidden = np.zeros((B, 1, T), bool)
+    report = judged(ours, theirs, [(B, T, D), none_hidden], ["forward", "masks"])
     assert report.passed, report.explain()
     # Of one row there is no triangle.
     assert report.check("masks").covers == ("input 1 as random, one hidden column",)
 
 
-def test_a_mask_that_hides_nothing_or_is_refused_is_not_tested():
+def test_a_mask_that_hides_nothing_is_not_tested():
     def ignored(x, mask):
         return 2 * x
 
-    inputs = [(B, T, D), SEEN]
-    report = judged(ignored, ignored, inputs, ["forward", "masks"])
+    report = judged(ignored, ignored, [(B, T, D), SEEN], ["forward", "masks"])
     assert "input 1 has no effect on the outputs" in report.coverage.untested
 
+
+def test_a_mask_that_is_refused_is_not_tested():
     def all_seen(x, mask):
         if not mask.all():
             raise ValueError("only masks that hide nothing")
         return x
 
-    report = judged(lambda x, mask: x, all_seen, inputs, None)
+    report = judged(lambda x, mask: x, all_seen, [(B, T, D), SEEN], None)
     assert report.check("masks").skipped.startswith("input 1, random: PyTorch refuses it")
     assert report.state == "equal where tested"
 
@@ -271,6 +300,7 @@ class TorchEmbed(torch.nn.Module):
         return self.table(ids)
 
 
+# Neither the first row, which padding takes, nor the last ones are looked up.
 IDS = [np.array([[1, 2, 3], [3, 4, 2]])]
 
 
@@ -289,6 +319,7 @@ def test_padding_occurs_among_the_ids():
 
 
 def test_ids_that_never_occurred_are_not_tested():
+    # An input holds one id, and four inputs are drawn at most.
     report = judged(Embed(7), TorchEmbed(), [np.array([[5]])], ["ids"])
     assert report.check("ids").covers == ("5 of 7 ids of input 0",)
     assert "2 of 7 ids of input 0 never occurred" in report.coverage.untested
@@ -309,7 +340,8 @@ class Normed(nnx.Module):
     def __call__(self, x):
         x = self.norm(x)
         causal = np.tri(x.shape[1], dtype=bool)
-        scores = jnp.where(causal, self.query(x) @ self.key(x).mT, self.least)
+        scores = self.query(x) @ self.key(x).mT
+        scores = jnp.where(causal, scores, self.least)
         return jax.nn.softmax(scores, axis=-1) @ x
 
 
@@ -322,21 +354,28 @@ class TorchNormed(torch.nn.Module):
 
     def forward(self, x):
         x = self.norm(x)
-        later = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
-        scores = (self.query(x) @ self.key(x).mT).masked_fill(later, -torch.inf)
+        t = x.shape[1]
+        later = torch.ones(t, t, dtype=torch.bool).triu(1)
+        scores = self.query(x) @ self.key(x).mT
+        scores = scores.masked_fill(later, -torch.inf)
         return torch.softmax(scores, dim=-1) @ x
 
 
 @pytest.mark.parametrize("least", [-jnp.inf, -1e4, -1e9])
 def test_a_large_negative_number_for_minus_infinity_behind_a_norm(least):
+    # Large inputs make no large scores, since the norm takes their size away.
     checks = ["forward", "huge logits", "huge scores"]
     report = judged(Normed(least), TorchNormed(), [(B, T, D)], checks, recipe=Recipe(steps=1))
     expected = [] if least == -jnp.inf else ["huge scores"]
     assert [check.name for check in report.failed] == expected
-    # The weights are those of the comparison again.
-    assert report.pair.flax.weights().keys() == report.pair.weights.keys()
-    for name, array in report.pair.torch.weights().items():
-        np.testing.assert_array_equal(array, report.pair.weights[name])
+    holds_its_weights(report.pair)
+
+
+def holds_its_weights(pair):
+    """Assert that a check that loads larger weights puts back those of the comparison."""
+    assert pair.flax.weights().keys() == pair.weights.keys()
+    for name, array in pair.torch.weights().items():
+        np.testing.assert_array_equal(array, pair.weights[name])
 
 
 # Recordings.
@@ -348,7 +387,8 @@ class Tokens(nnx.Module):
         self.linear = nnx.Linear(D, D, rngs=nnx.Rngs(0))
 
     def __call__(self, ids, mask):
-        return shown_in_jax(self.linear(self.table(ids)), mask)
+        rows = self.table(ids)
+        return shown_in_jax(self.linear(rows), mask)
 
 
 class TorchTokens(torch.nn.Module):
@@ -358,7 +398,8 @@ class TorchTokens(torch.nn.Module):
         self.linear = torch.nn.Linear(D, D)
 
     def forward(self, ids, mask):
-        return shown(self.linear(self.table(ids)), mask)
+        rows = self.table(ids)
+        return shown(self.linear(rows), mask)
 
 
 def test_a_recording_holds_all_that_is_tried_beside_the_inputs(tmp_path):
@@ -366,11 +407,16 @@ def test_a_recording_holds_all_that_is_tried_beside_the_inputs(tmp_path):
     checks = ["forward", "twice", "other shapes", "masks", "ids", "huge scores"]
     live = judged(Tokens(), TorchTokens(), [ids, SEEN], checks, record=True)
     assert live.passed, live.explain()
+    # PyTorch is not called any more: what a check needs it must find in the recording.
     recording = Recording(live.export(tmp_path))
     replayed = judged(Tokens(), recording, recording.inputs, checks)
     assert replayed.passed, replayed.explain()
     assert replayed.coverage == live.coverage
-    assert [check.covers for check in replayed.checks] == [check.covers for check in live.checks]
+    assert covers(replayed) == covers(live)
+
+
+def covers(report):
+    return [check.covers for check in report.checks]
 
 
 class TorchExponential(torch.nn.Module):
@@ -397,6 +443,7 @@ LINEAR = [Rule(("kernel",), "linear.weight", "i o -> o i"), Rule(("bias",), "lin
 @pytest.mark.parametrize("theirs", [TorchExponential(), TorchChaotic()])
 def test_scores_at_which_rounding_decides_are_not_tested(theirs):
     ours = nnx.Linear(D, D, rngs=nnx.Rngs(0))
-    report = judged(ours, theirs, [100 * np.ones((B, D))], ["huge scores"], layout=LINEAR)
+    inputs = [100 * np.ones((B, D))]
+    report = judged(ours, theirs, inputs, ["huge scores"], layout=LINEAR)
     assert report.check("huge scores").skipped.startswith("with larger weights rounding alone")
     assert report.coverage.untested[0].startswith("huge scores: with larger weights")

@@ -17,18 +17,18 @@ VISIBLE = np.tril(np.ones((5, 5), bool))
 
 @pytest.mark.parametrize("need_weights", [True, False])
 def test_the_attention_of_pytorch_itself_is_traced(need_weights, paired):
-    ours = flax_attn.MultiHeadAttention(8, 8, None, 0.0, 4, True, causal=False, rngs=nnx.Rngs(0))
-    theirs = torch.nn.MultiheadAttention(8, 4, batch_first=True)
-
+    # With and without weights PyTorch runs two programs, of which one is fused.
     def call(m, x):
         return m(x, x, x, need_weights=need_weights)[0]
 
-    pair = paired(ours, theirs, (3, 5, 8), layout="torch_mha", torch_call=call)
-    found = difference(pair)
+    options = {"causal": False, "rngs": nnx.Rngs(0)}
+    ours = flax_attn.MultiHeadAttention(8, 8, None, 0.0, 4, True, **options)
+    theirs = torch.nn.MultiheadAttention(8, 4, batch_first=True)
+    found = difference(paired(ours, theirs, (3, 5, 8), layout="torch_mha", torch_call=call))
     assert found.hypotheses == found.remaining == ()
     assert not any(step.differs for step in found.steps)
-    (maps,) = found.attention.values()
-    assert [weights.shape for weights in maps] == [(3, 4, 5, 5)] * 2
+    ((first, second),) = found.attention.values()
+    assert first.shape == second.shape == (3, 4, 5, 5)
 
 
 def scaled(scale):
@@ -36,14 +36,29 @@ def scaled(scale):
         scores = jnp.einsum("btnh,bsnh->bnts", q, k) * scale
         # Hidden by one number here, and by another in PyTorch.
         masked = jnp.where(jnp.asarray(VISIBLE)[None, None], scores, -1e30)
-        return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(masked), v)
+        weights = jax.nn.softmax(masked)
+        return jnp.einsum("bnts,bsnh->btnh", weights, v)
 
     return ours
 
 
 def unmasked(q, k, v):
+    # JAX takes the softmax in float32 itself, and mixes the dtypes.
     with jax.numpy_dtype_promotion("standard"):
         return jax.nn.dot_product_attention(q, k, v)
+
+
+def fused(causal):
+    def theirs(*inputs):
+        # PyTorch has the heads before the tokens.
+        q, k, v = (x.transpose(1, 2) for x in inputs)
+        output = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+        return output.transpose(1, 2)
+
+    return theirs
+
+
+QUERY_KEY_VALUE = [(2, 5, 3, 4)] * 3
 
 
 @pytest.mark.parametrize(
@@ -55,11 +70,7 @@ def unmasked(q, k, v):
     ],
 )
 def test_fused_attention_is_traced_step_by_step(ours, causal, said, paired):
-    def theirs(q, k, v):
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        return F.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2)
-
-    found = difference(paired(ours, theirs, *[(2, 5, 3, 4)] * 3))
+    found = difference(paired(ours, fused(causal), *QUERY_KEY_VALUE))
     assert found.repaired == bool(said)
     assert len(found.causes) == len(said)
     for cause, words in zip(found.causes, said, strict=True):
@@ -70,21 +81,23 @@ def test_hidden_is_hidden_whatever_number_hides_it(paired):
     def ours(q, k, v):
         return flax_attn.dot_product_attention(q, k, v, mask=flax_attn.Mask.causal())
 
+    # The least number in place of minus infinity.
     def theirs(q, k, v):
         scores = torch.einsum("btnh,bsnh->bnts", q, k) / 2
-        hidden = torch.tensor(~VISIBLE)
-        weights = scores.masked_fill(hidden, torch.finfo(q.dtype).min).softmax(-1)
-        return torch.einsum("bnts,bsnh->btnh", weights, v)
+        least = torch.finfo(q.dtype).min
+        masked = scores.masked_fill(torch.tensor(~VISIBLE), least)
+        return torch.einsum("bnts,bsnh->btnh", masked.softmax(-1), v)
 
-    found = difference(paired(ours, theirs, *[(2, 5, 3, 4)] * 3))
+    found = difference(paired(ours, theirs, *QUERY_KEY_VALUE))
     assert found.hypotheses == found.remaining == ()
 
 
 class LinenPair(linen.Module):
     @linen.compact
     def __call__(self, x):
-        x = jnp.sin(linen.Dense(6, param_dtype=jnp.float64)(x))
-        return linen.Dense(5, param_dtype=jnp.float64)(x)
+        first = linen.Dense(6, param_dtype=jnp.float64)
+        second = linen.Dense(5, param_dtype=jnp.float64)
+        return second(jnp.sin(first(x)))
 
 
 class EquinoxPair(equinox.Module):
@@ -97,38 +110,53 @@ class EquinoxPair(equinox.Module):
 
 def linen_pair():
     module = LinenPair()
-    return module.bind(module.init(jax.random.key(0), jnp.ones((3, 4))))
+    variables = module.init(jax.random.key(0), jnp.ones((3, 4)))
+    return module.bind(variables)
 
 
 def equinox_pair():
-    first, second = jax.random.split(jax.random.key(0))
-    layers = equinox.nn.Linear(4, 6, key=first), equinox.nn.Linear(6, 5, key=second)
-    return EquinoxPair(*layers)
+    keys = jax.random.split(jax.random.key(0))
+    first = equinox.nn.Linear(4, 6, key=keys[0])
+    second = equinox.nn.Linear(6, 5, key=keys[1])
+    return EquinoxPair(first, second)
 
 
-@pytest.mark.parametrize(
-    ("make", "names", "shape", "layout", "flax_call"),
-    [
-        (linen_pair, ("Dense_0", "Dense_1"), (3, 4), "torch", None),
-        (equinox_pair, ("first", "second"), (4,), "torch_ref", None),
-        (equinox_pair, ("first", "second"), (7, 4), "torch_ref", lambda m, x: jax.vmap(m)(x)),
-    ],
-)
+class TorchPair(torch.nn.ModuleDict):
+    def __init__(self, first, second):
+        super().__init__({first: torch.nn.Linear(4, 6), second: torch.nn.Linear(6, 5)})
+
+    def forward(self, x):
+        # A cosine where the others have a sine.
+        first, second = self.values()
+        return second(torch.cos(first(x)))
+
+
+def mapped(module, x):
+    return jax.vmap(module)(x)
+
+
+# How to make a module, the names of its layers, the shape of the input, the layout, the call.
+OTHERS = [
+    (linen_pair, ("Dense_0", "Dense_1"), (3, 4), "torch", None),
+    (equinox_pair, ("first", "second"), (4,), "torch_ref", None),
+    (equinox_pair, ("first", "second"), (7, 4), "torch_ref", mapped),
+]
+
+
+@pytest.mark.parametrize(("make", "names", "shape", "layout", "flax_call"), OTHERS)
 def test_modules_of_other_libraries_are_traced(make, names, shape, layout, flax_call, paired):
-    first, second = names
-    layers = {first: torch.nn.Linear(4, 6), second: torch.nn.Linear(6, 5)}
-
-    def call(m, x):
-        return m[second](torch.cos(m[first](x)))
-
+    # Layers of Equinox are patched while they are traced.
     before = dict(vars(equinox.nn.Linear))
-    theirs = torch.nn.ModuleDict(layers)
-    pair = paired(make(), theirs, shape, layout=layout, flax_call=flax_call, torch_call=call)
+    pair = paired(make(), TorchPair(*names), shape, layout=layout, flax_call=flax_call)
     found = difference(pair)
-    (one,) = found.hypotheses
+    assert dict(vars(equinox.nn.Linear)) == before
     assert found.repaired
+    assert f"{names[0]}/dot" in {step.name for step in found.steps}
+    names_its_cosine(found, names[0])
+
+
+def names_its_cosine(found, first):
+    (one,) = found.hypotheses
     assert (one.flax.value, one.torch.value) == (f"sin({first})", f"cos({first})")
     assert "jnp.sin(" in one.flax.places[0].source
-    assert one.torch.places[0].source == "return m[second](torch.cos(m[first](x)))"
-    assert {step.name for step in found.steps} >= {f"{first}/dot"}
-    assert dict(vars(equinox.nn.Linear)) == before
+    assert one.torch.places[0].source == "return second(torch.cos(first(x)))"

@@ -31,16 +31,15 @@ CHECKS = ["forward", "training"]
 def measured():
     ours = flax_attn.MultiHeadAttention(**ARGUMENTS, rngs=nnx.Rngs(0))
     theirs = torch_ref.MultiHeadAttention(**ARGUMENTS).eval()
-    return compare(
-        ours, theirs, [(3, 5, 6)], layout="torch_ref", checks=CHECKS, recipe=Recipe(steps=4)
-    )
+    options = {"layout": "torch_ref", "checks": CHECKS, "recipe": Recipe(steps=4)}
+    return compare(ours, theirs, [(3, 5, 6)], **options)
 
 
 @pytest.fixture(scope="module")
 def scaled(measured):
-    theirs = TorchAdapter(
-        torch_ref.MultiHeadAttention(**ARGUMENTS).eval(), lambda module, x: 1.001 * module(x)
-    )
+    module = torch_ref.MultiHeadAttention(**ARGUMENTS).eval()
+    theirs = TorchAdapter(module, lambda module, x: 1.001 * module(x))
+    # With the same weights only the factor differs.
     theirs.load(measured.pair.weights)
     return report_on(measured.pair.with_torch(theirs), "scaled", CHECKS, locate=False)
 
@@ -94,9 +93,8 @@ def test_names_are_escaped(differing, equal):
     reader = read(differing, equal)
     assert not reader.all("b")
     evil = """<b>a</b> & "b" 'c' </script>"""
-    assert (
-        reader.text.count(evil) >= 6
-    )  # the title, the table, the heading, a cause, an operation, the environment
+    # The title, the table, the heading, a cause, an operation, the environment.
+    assert reader.text.count(evil) >= 6
 
 
 def test_many_reports_begin_with_a_table_that_links_to_each(differing, equal):
@@ -104,38 +102,49 @@ def test_many_reports_begin_with_a_table_that_links_to_each(differing, equal):
     assert "1 of 2 comparisons equal" in reader.text
     links = [a["href"] for a in reader.all("a")]
     assert links == ["#report-1", "#report-2"]
-    details = {attrs["id"]: "open" in attrs for attrs in reader.all("details") if "id" in attrs}
-    assert details == {"report-1": False, "report-2": True}
+    details = [attrs for attrs in reader.all("details") if "id" in attrs]
+    # Who opens the page looks for what differs.
+    opened = {attrs["id"]: "open" in attrs for attrs in details}
+    assert opened == {"report-1": False, "report-2": True}
 
 
-def test_bars_and_tints_tell_what_holds_from_what_does_not(equal, differing):
-    bars = [
-        attrs for attrs in read(differing).all("div") if attrs.get("class", "").startswith("bar")
-    ]
+def of_class(reader, tag, name):
+    """Return the attributes of the elements of a tag whose class contains a name."""
+    return [attrs for attrs in reader.all(tag) if name in attrs.get("class", "")]
+
+
+def test_bars_tell_what_holds_from_what_does_not(differing):
+    divs = of_class(read(differing), "div", "bar")
+    bars = [attrs for attrs in divs if attrs["class"].startswith("bar")]
     assert [bar["class"] for bar in bars] == ["bar fails", "bar fails", "bar"]
-    assert [bar["style"] for bar in bars] == [
-        "--length: 80.4%",
-        "--length: 100.0%",
-        "--length: 0.0%",
-    ]
-    tints = [attrs["class"] for attrs in read(equal).all("td") if "heat" in attrs.get("class", "")]
+    # Lengths are logarithms, and NaN is over any rule.
+    lengths = [bar["style"].removeprefix("--length: ") for bar in bars]
+    assert lengths == ["80.4%", "100.0%", "0.0%"]
+
+
+def test_tints_tell_what_holds_from_what_does_not(equal):
+    tints = [attrs["class"] for attrs in of_class(read(equal), "td", "heat")]
     assert tints
     assert not any("over" in tint for tint in tints)
 
 
-def test_tables_and_pictures_can_be_read_aloud(scaled):
+def test_tables_and_headings_can_be_read_aloud(scaled):
     reader = read(scaled)
     assert all("scope" in attrs for attrs in reader.all("th"))
     levels = [int(tag[1]) for tag, _ in reader.elements if re.fullmatch("h[1-6]", tag)]
     assert levels[0] == 1
+    # A level that is left out would read as a missing heading.
     assert all(after - before <= 1 for before, after in pairwise(levels))
-    plots = [attrs for attrs in reader.all("div") if attrs.get("class") == "plot"]
+
+
+def test_pictures_say_what_they_show(scaled):
+    divs = of_class(read(scaled), "div", "plot")
+    plots = [attrs for attrs in divs if attrs["class"] == "plot"]
     assert len(plots) == 3
-    assert all(
-        (plot["role"] == "img" and "ifference" in plot["aria-label"])
-        or "apart" in plot["aria-label"]
-        for plot in plots
-    )
+    for plot in plots:
+        label = plot["aria-label"]
+        of_a_difference = plot["role"] == "img" and "ifference" in label
+        assert of_a_difference or "apart" in label
 
 
 def test_the_weight_map_has_both_names_both_shapes_and_the_pattern(measured):
@@ -178,21 +187,22 @@ def test_nothing_is_trained_for_a_page(measured):
 
 
 def test_the_page_stays_below_6_megabytes(measured, monkeypatch):
+    # As large as a model of 48 blocks, which would take minutes.
     weights = np.random.default_rng(0).random((1, 9, 40, 41))
     layers = {f"blocks.{i}.att": (weights, weights + 1e-9 * i) for i in range(48)}
     monkeypatch.setattr(pages, "_layers", lambda report: layers)
     text = page([measured])
     assert "head 7" in text
-    assert "blocks.47.att" in text  # the one that differs most
+    # The one that differs most.
+    assert "blocks.47.att" in text
     assert 4e6 < len(text.encode()) < 6e6
 
 
 @pytest.mark.parametrize("package", ["jinja2", "plotly"])
 def test_without_the_extra_an_error_says_what_to_install(package, monkeypatch, equal, tmp_path):
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(
-        ImportError, match=r"a page needs jinja2 and plotly: pip install jinja2 plotly"
-    ):
+    match = r"a page needs jinja2 and plotly: pip install jinja2 plotly"
+    with pytest.raises(ImportError, match=match):
         write_page([equal], str(tmp_path / "page.html"))
 
 
@@ -202,33 +212,40 @@ def test_without_the_extra_an_error_says_what_to_install(package, monkeypatch, e
 @pytest.fixture
 def browse(tmp_path):
     """Return a function that opens a page and returns its state and the errors of the browser."""
-    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if browser is None:
-        message = f"the page cannot be tried: none of {', '.join(BROWSERS)} is installed"
-        pytest.fail(message) if os.environ.get("CI") == "true" else pytest.skip(message)
-    quiet = [
-        "--headless=new",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--enable-logging=stderr",
-        "--no-first-run",
-    ]
+    browser = installed_browser()
+    file = tmp_path / "page.html"
+    where = [f"--user-data-dir={tmp_path / 'profile'}", "--window-size=1400,8000"]
+    # A part of the pictures is drawn some time after the page is there.
+    what = ["--virtual-time-budget=20000", "--dump-dom", f"file://{file}"]
 
-    def opened(text, width=1400):
-        (tmp_path / "page.html").write_text(text, encoding="utf-8")
-        where = [f"--user-data-dir={tmp_path / 'profile'}", f"--window-size={width},8000"]
-        command = [
-            browser,
-            *quiet,
-            *where,
-            "--virtual-time-budget=20000",
-            "--dump-dom",
-            f"file://{tmp_path}/page.html",
-        ]
+    def opened(text):
+        file.write_text(text, encoding="utf-8")
+        command = [browser, *QUIET, *where, *what]
         done = subprocess.run(command, capture_output=True, text=True, timeout=240)
-        return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+        complaints = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+        return done.stdout, complaints
 
     return opened
+
+
+QUIET = [
+    "--headless=new",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--enable-logging=stderr",
+    "--no-first-run",
+]
+
+
+def installed_browser():
+    """Return the first browser that is installed; skip without one, and fail in CI."""
+    found = filter(None, map(shutil.which, BROWSERS))
+    browser = next(found, None)
+    if browser is None:
+        message = f"the page cannot be tried: none of {', '.join(BROWSERS)} is installed"
+        refuse = pytest.fail if os.environ.get("CI") == "true" else pytest.skip
+        refuse(message)
+    return browser
 
 
 def test_a_browser_draws_every_picture_without_an_error_or_a_request(browse, scaled, differing):
@@ -236,15 +253,13 @@ def test_a_browser_draws_every_picture_without_an_error_or_a_request(browse, sca
     dom, complaints = browse(page([replace(scaled, difference=found)]))
     assert complaints == []
     assert dom.count('<div class="plot js-plotly-plot"') == 4
-    assert (
-        len(re.findall("<image[^>]*data:image/png", dom)) == 1 + 2 * 3
-    )  # the operations, and three maps for each head
-    assert (
-        dom.count('<path class="js-line"') == 6
-    )  # both losses and the rule, each once more in the legend
-    assert re.search(
-        'class="xtick".*?>att.&lt;b&gt;a&lt;/b&gt; &amp; ', dom
-    )  # a name is no markup to plotly either
+    # The operations, and three maps for each head.
+    images = re.findall("<image[^>]*data:image/png", dom)
+    assert len(images) == 1 + 2 * 3
+    # Both losses and the rule, each once more in the legend.
+    assert dom.count('<path class="js-line"') == 6
+    # A name is no markup to plotly either.
+    assert re.search('class="xtick".*?>att.&lt;b&gt;a&lt;/b&gt; &amp; ', dom)
 
 
 def test_a_request_or_an_error_would_be_seen(browse, equal):

@@ -10,23 +10,22 @@ from flax_attn.convert.rules import Layout
 from flax_attn.parity.trace.pairing import pair_paths
 
 
+def renamed(entry):
+    return dataclasses.replace(entry, theirs=entry.theirs.replace("att.", "attn."))
+
+
 def test_projections_that_are_fused_pair_at_their_parent_alone():
-    shapes = {"att.W_query": (3, 4), "att.W_key": (3, 4), "att.out_proj": (4, 3)}
     rules = (
         Rule(("W_query.kernel", "W_key.kernel"), "c_attn.weight", axis=1),
         Rule(("out_proj.kernel",), "c_proj.weight"),
     )
-    entries = [
-        dataclasses.replace(entry, theirs=entry.theirs.replace("att.", "attn."))
-        for entry in plan(
-            {f"{path}.kernel": shape for path, shape in shapes.items()}, Layout(rules)
-        )
-    ]
-    assert pair_paths(entries, ["att", *shapes], ["attn", "attn.c_attn", "attn.c_proj"]) == {
-        ".": ".",
-        "att": "attn",
-        "att.out_proj": "attn.c_proj",
-    }
+    shapes = {"att.W_query": (3, 4), "att.W_key": (3, 4), "att.out_proj": (4, 3)}
+    kernels = {f"{path}.kernel": shape for path, shape in shapes.items()}
+    entries = [renamed(entry) for entry in plan(kernels, Layout(rules))]
+    # W_query and W_key have one counterpart between them, which is no name for either.
+    pairs = {".": ".", "att": "attn", "att.out_proj": "attn.c_proj"}
+    theirs = ["attn", "attn.c_attn", "attn.c_proj"]
+    assert pair_paths(entries, ["att", *shapes], theirs) == pairs
 
 
 HELD = plan(
@@ -38,9 +37,12 @@ HELD = plan(
 @pytest.mark.parametrize(
     ("ours", "theirs", "expected"),
     [
-        (["a", "a.fc"], ["x", "x.lin"], {"a": "x", "a.fc": "x.lin"}),  # each within the other
-        (["a.fc"], ["x", "x.lin"], {"a.fc": "x.lin"}),  # from the inside out
-        (["a.fc", "a.act"], ["x.lin", "x.act"], {"a.fc": "x.lin"}),  # no counterpart above: no name
+        # Each within the other.
+        (["a", "a.fc"], ["x", "x.lin"], {"a": "x", "a.fc": "x.lin"}),
+        # From the inside out.
+        (["a.fc"], ["x", "x.lin"], {"a.fc": "x.lin"}),
+        # No counterpart above, hence no name.
+        (["a.fc", "a.act"], ["x.lin", "x.act"], {"a.fc": "x.lin"}),
         (
             ["a", "a.fc", "a.act"],
             ["x", "x.lin", "x.act"],

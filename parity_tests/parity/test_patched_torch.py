@@ -24,6 +24,7 @@ RULE = "is not the function of PyTorch, which is the reference: something has re
     ],
 )
 def test_a_function_that_was_replaced_before_is_refused(monkeypatch, place, name, value, shown):
+    # Neither side calls it: it need not be seen in use.
     monkeypatch.setattr(place, name, value)
     with pytest.raises(PairingError, match=f"^{shown} {RULE}"):
         compare(jnp.sin, torch.tanh, X)
@@ -46,6 +47,7 @@ def test_a_port_that_replaces_a_function_while_it_is_called_is_refused(monkeypat
 
 def test_a_replaced_function_of_pytorch_itself_is_seen_by_its_identity(monkeypatch):
     def patching(x):
+        # Its module and its name are those of a function of PyTorch.
         monkeypatch.setattr(torch.nn.functional, "silu", torch.nn.functional.mish)
         return jax.nn.silu(x)
 

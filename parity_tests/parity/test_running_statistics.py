@@ -28,6 +28,8 @@ def judged(ours, theirs, shape=(5, D), **options):
 
 
 class Unbiased(nnx.BatchNorm):
+    """A norm that divides the variance of a batch by n - 1, as PyTorch does."""
+
     def __call__(self, x, **options):
         old = self.var[...]
         output = super().__call__(x, **options)
@@ -38,10 +40,12 @@ class Unbiased(nnx.BatchNorm):
 
 
 class Biased(nnx.BatchNorm):
-    pass
+    """A norm of the user's, which is not excused as one of Flax is."""
 
 
 class Stopped(nnx.BatchNorm):
+    """A norm whose mean has no gradient in train mode."""
+
     def __call__(self, x, **options):
         if self.use_running_average:
             return super().__call__(x, **options)
@@ -53,6 +57,7 @@ class Stopped(nnx.BatchNorm):
 
 class Average(torch.nn.BatchNorm1d):
     def __init__(self):
+        # Without a momentum it averages all calls.
         super().__init__(D, momentum=None)
         self.num_batches_tracked.add_(9)
 
@@ -96,6 +101,7 @@ def test_the_momentum_is_named():
 
 
 def test_dropout_is_off():
+    # Else the batch of each side would have other zeros.
     ours = nnx.Sequential(nnx.Dropout(0.5, rngs=nnx.Rngs(0)), norm(Unbiased))
     theirs = torch.nn.Sequential(torch.nn.Dropout(0.5), torch.nn.BatchNorm1d(D))
     check = judged(ours, theirs).check(NAME)
@@ -122,6 +128,7 @@ def fixed(module, x):
 @pytest.mark.parametrize(
     ("theirs", "shape", "options", "reason"),
     [
+        # Of one row there is no variance.
         (torch.nn.BatchNorm1d(D), (1, D), {}, "Expected more than 1 value per channel"),
         (torch.nn.BatchNorm1d(D), (5, D), {"flax_call": fixed}, "and nothing in JAX"),
         (SetsEval(D), (5, D), {}, "leaves train mode by itself"),

@@ -26,6 +26,7 @@ def recurrent(kind, packed=False):
     return lambda x: layer(x)[0]
 
 
+# A function that makes each call: layers are drawn behind the seed.
 CALLS = {
     "dropout": lambda: torch.nn.Dropout(0.5),
     "torch.dropout": lambda: lambda x: torch.dropout(x, 0.5, True),
@@ -56,6 +57,7 @@ def results(name, seeds):
 @pytest.mark.parametrize("name", CALLS)
 def test_nothing_is_dropped(name):
     first, second = results(name, (1, 2))
+    # Else it drops nothing anyway.
     assert not torch.equal(first, second)
     with WithoutDropout():
         first, second = results(name, (1, 2))
