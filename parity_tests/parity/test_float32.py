@@ -179,6 +179,27 @@ def test_a_table_that_agrees_to_float32_is_no_difference(dtype):
     assert any("as tables do that are built in float32" in cause for cause in report.causes)
 
 
+def test_numbers_that_name_no_dtype_are_float32_in_a_run_in_float32():
+    class Positions(Attention):
+        def __call__(self, x):
+            # With x64 enabled these are float64, as are the queries, and the keys are not.
+            places = jnp.linspace(0.0, 1.0, x.shape[1])[:, None]
+            heads = self.linear(x).reshape(*x.shape[:-1], 2, -1)
+            moved = heads + places[..., None]
+            return jax.nn.dot_product_attention(moved, heads, heads)
+
+    class TorchPositions(TorchAttention):
+        def forward(self, x):
+            places = torch.linspace(0.0, 1.0, x.shape[1], dtype=x.dtype)[:, None]
+            heads = self.linear(x).unflatten(-1, (2, -1)).transpose(1, 2)
+            moved = heads + places
+            attended = nn.functional.scaled_dot_product_attention(moved, heads, heads)
+            return attended.transpose(1, 2)
+
+    report = compare(Positions(), TorchPositions().eval(), [(2, 5, WIDTH)], checks=CHECKS)
+    assert report.passed
+
+
 class TorchTurned(TorchAttention):
     """Attention whose queries and keys are multiplied by a buffer in float32."""
 

@@ -179,11 +179,25 @@ class JaxAdapter(ModuleAdapter):
     @_promoting
     def run(self, spec: RunSpec) -> Result:
         """Run once."""
-        if self.device is None or spec.dtype == "float64":
+        if spec.dtype == "float64":
             return self._run(spec)
+        if self.device is None:
+            return self._run_lower(spec)
         # By default a GPU or TPU multiplies float32 in fewer digits.
         with jax.default_device(self.device), jax.default_matmul_precision("highest"):
+            return self._run_lower(spec)
+
+    def _run_lower(self, spec: RunSpec) -> Result:
+        """Run once in a lower dtype, without float64 where the call does not take it beside that.
+
+        With x64 enabled, what names no dtype is float64, which attention refuses beside float32.
+        """
+        try:
             return self._run(spec)
+        except (TypeError, ValueError):
+            with suppress(Exception), jax.enable_x64(False):
+                return self._run(spec)
+            raise
 
     @_promoting
     def traced(self, spec: RunSpec) -> tuple[Any, list[jax.Array]]:
