@@ -252,24 +252,27 @@ def _rounds_tables(checks: Sequence[Check], difference: Difference | None) -> bo
     """
     if difference is None or not difference.repaired:
         return False
-    tables = all(found.parameter == "rounding" for found in difference.hypotheses)
-    float32 = [check for check in checks if check.name == "float32"]
-    if not tables or not all(check.ran and check.passed for check in float32):
+    kinds = {found.parameter for found in difference.hypotheses}
+    by_name = {check.name: check for check in checks}
+    float32 = by_name.get("float32")
+    if kinds != {"rounding"} or float32 is None:
         return False
-    failed = [check for check in checks if check.failed]
-    return bool(float32) and all(check.margin >= TABLE_MARGIN for check in failed)
+    margins = [check.margin for check in checks if check.failed]
+    return float32.ran and float32.passed and min(margins) >= TABLE_MARGIN
 
 
 def _as_rounded(checks: Sequence[Check]) -> Iterator[Check]:
     """Yield checks, where those that fail hold to the digits of float32; one of them says so."""
-    names = ", ".join(check.name for check in checks if check.failed)
-    sentences = (f"{names}: {ROUNDED}",)
+    failed = [check.name for check in checks if check.failed]
+    names = ", ".join(failed)
+    sentence = f"{names}: {ROUNDED}"
     for check in checks:
         if not check.failed:
             yield check
             continue
-        yield replace(check, skipped=ROUNDED, untested=sentences)
-        sentences = ()
+        is_first = check.name == failed[0]
+        untested = (sentence,) if is_first else ()
+        yield replace(check, skipped=ROUNDED, untested=untested)
 
 
 def _planted(

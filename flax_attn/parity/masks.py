@@ -29,9 +29,11 @@ def masks(pair: Pair) -> Check:
         tried = _tried(pair, name, errors, seen, untested)
         kinds = ", ".join(tried)
         if kinds:
-            covers.append(f"{name} as {kinds}")
+            phrase = f"{name} as {kinds}"
+            covers.append(phrase)
     if not errors:
-        raise Untested("; ".join(untested))
+        reasons = "; ".join(untested)
+        raise Untested(reasons)
     check = worst_of("masks", errors, 1.0)
     check = check.with_coverage(covers, untested)
     return replace(check, seen=seen.get(check.worst))

@@ -37,8 +37,11 @@ def note_on_variance(module: Any) -> list[str]:
 def in_two_passes(pair: Pair) -> Pair | None:
     """Return the pair with `use_fast_variance=False` in all norms of Flax; None if all have it."""
     adapter = pair.flax
-    if not isinstance(adapter, JaxAdapter) or not _names(adapter.module):
+    if not isinstance(adapter, JaxAdapter):
         return None
+    if not _names(adapter.module):
+        return None
+    # The module of the caller stays as it is.
     module = nnx.clone(adapter.module)
     for _, norm in _one_pass(module):
         norm.use_fast_variance = False

@@ -75,8 +75,9 @@ class Pair:
             if name not in shared:
                 continue
             drawn = _as_wide(array.shape, random)
-            # What is not trained is positive, as statistics have to be.
-            if name not in self.trainable:
+            is_statistic = name not in self.trainable
+            # Those have to be positive.
+            if is_statistic:
                 size = np.abs(drawn)
                 drawn = np.asarray(0.5 + size)
             weights[name] = drawn

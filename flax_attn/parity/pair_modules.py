@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -11,27 +11,17 @@ import numpy as np
 from flax_attn import convert
 from flax_attn.convert.rules import Entry
 from flax_attn.parity import tolerance
-from flax_attn.parity.adapters.adapter import (
-    Adapter,
-    AdapterError,
-    Arrays,
-    Float32,
-    NotRun,
-    PairingError,
-)
+from flax_attn.parity.adapters.adapter import Adapter, PairingError
 from flax_attn.parity.adapters.jax_adapter import JaxAdapter
 from flax_attn.parity.adapters.module_adapter import ModuleCall
 from flax_attn.parity.adapters.recording import Recording, RecordingAdapter
 from flax_attn.parity.cpu import on_cpu
+from flax_attn.parity.float32 import choose_float32
 from flax_attn.parity.inputs import Inputs, named_inputs
 from flax_attn.parity.pair import Pair
 from flax_attn.parity.training import check_choice
 from flax_attn.parity.weight_map import weight_map
 
-# A reading of float32 is taken for another where the outputs differ by so much less.
-CLEARLY = 0.1
-# Of JAX and of PyTorch.
-Readings = tuple[Float32, Float32]
 # Or "auto".
 Layout = convert.LayoutLike | None
 
@@ -81,7 +71,7 @@ def pair_modules(
         torch = RecordingAdapter(torch) if record else torch
         pair = Pair(flax, torch, values, flax.entries, layout=layout, **options)
         _check_extras(pair)
-        _choose_float32(pair)
+        choose_float32(pair)
         _refuse_train_mode(torch_module, pair)
     return pair
 
@@ -153,80 +143,6 @@ def _check_extras(pair: Pair) -> None:
             f"extras are {known}, where both calls take them by name; got {name!r}, flax takes"
             f" {flax}, torch takes {torch}"
         )
-
-
-def _choose_float32(pair: Pair) -> None:
-    """Have the runs in float64 read float32 so that the outputs agree, or that PyTorch's call runs.
-
-    PyTorch makes float32 where a call names no dtype, JAX in its attention. Where PyTorch computes
-    in float32 on purpose, two right ports agree to 1e-7 only, as both round: then both compute in
-    float64. Where PyTorch does not, float32 that the port names is a difference.
-    """
-    if not hasattr(pair.own_torch, "float32") or not isinstance(pair.flax, JaxAdapter):
-        return
-    written = _outputs(pair, "flax", Float32.AS_WRITTEN)
-    theirs = {Float32.AS_WRITTEN: _outputs(pair, "torch", Float32.AS_WRITTEN)}
-    if _error(written, theirs[Float32.AS_WRITTEN]) <= tolerance.FORWARD:
-        return
-    for kind in (Float32.BY_LIBRARY, Float32.NAMED):
-        theirs[kind] = _outputs(pair, "torch", kind)
-    runs = [kind for kind in Float32 if theirs[kind] is not None]
-    chosen = Float32.AS_WRITTEN, runs[0] if runs else Float32.AS_WRITTEN
-    least = np.inf
-    for ours, kind in _readings(pair, theirs) if written is not None else ():
-        error = _error(_outputs(pair, "flax", ours), theirs[kind])
-        # What JAX's own attention does is no difference of the port, whatever else is.
-        if error < CLEARLY * least or (ours is Float32.BY_LIBRARY and error <= least):
-            chosen, least = (ours, kind), error
-        if error <= tolerance.FORWARD:
-            break
-    _read(pair, "flax", chosen[0])
-    _read(pair, "torch", chosen[1])
-
-
-def _readings(pair: Pair, theirs: Mapping[Float32, Arrays | None]) -> Iterator[Readings]:
-    """Yield what both sides may read as float64, the least first."""
-    written, wide = theirs[Float32.AS_WRITTEN], theirs[Float32.NAMED]
-    makes_float32 = wide is not None and _error(written, wide) > 0
-    kinds = list(Float32) if makes_float32 else [Float32.AS_WRITTEN]
-    yield from ((Float32.AS_WRITTEN, kind) for kind in kinds)
-    flax: Any = pair.flax
-    if flax.makes_float32(pair.uncompiled):
-        yield from ((Float32.BY_LIBRARY, kind) for kind in kinds)
-        if makes_float32:
-            yield Float32.NAMED, Float32.NAMED
-
-
-def _outputs(pair: Pair, framework: str, kind: Float32) -> Arrays | None:
-    """Return the outputs in float64 with this reading; None if the call raises."""
-    _read(pair, framework, kind)
-    try:
-        return pair.run(framework, pair.uncompiled).outputs
-    # What it raises is told where the module is called.
-    except (AdapterError, NotRun):
-        return None
-
-
-def _read(pair: Pair, framework: str, kind: Float32) -> None:
-    """Have one side read float32 in this way from here on."""
-    adapter: Any = pair.own_torch if framework == "torch" else pair.flax
-    if adapter.float32 is kind:
-        return
-    pair.forget(framework)
-    if framework == "torch":
-        adapter.float32 = kind
-    else:
-        pair.flax = adapter.reading(kind)
-
-
-def _error(ours: Arrays | None, theirs: Arrays | None) -> float:
-    """Return the largest error of an output; infinity where they cannot be compared."""
-    if ours is None or theirs is None:
-        return np.inf
-    try:
-        return max(tolerance.relative(ours, theirs).values(), default=np.inf)
-    except ValueError:
-        return np.inf
 
 
 def _refuse_train_mode(torch_module: Any, pair: Pair) -> None:

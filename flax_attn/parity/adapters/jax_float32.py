@@ -42,7 +42,7 @@ def named_float32_as_float64(*parts: Any) -> Iterator[None]:
 
 
 def _sources(parts: Iterable[Any]) -> list[ModuleType]:
-    """Return the modules of Python in which these parts are written, but for libraries."""
+    """Return the modules of Python in which these parts are written, except for libraries."""
     own = set()
     for part in parts:
         inner = [node for _, node in nnx.iter_graph(part)] if isinstance(part, nnx.Module) else []

@@ -67,10 +67,10 @@ class Report(Findings):
         file = Path(path)
         write = writers.get(file.suffix)
         if write is None:
+            given = str(path)
             good = str(file.with_suffix(".html"))
             raise ValueError(
-                f"the suffix must be .html, .json or .xml; got {str(path)!r}. "
-                f"Use report.save({good!r})"
+                f"the suffix must be .html, .json or .xml; got {given!r}. Use report.save({good!r})"
             )
         write([self], str(path))
 
