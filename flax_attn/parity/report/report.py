@@ -66,13 +66,14 @@ class Report(Findings):
         writers = {".html": page.write_page, ".json": document.write_one, ".xml": write_junit}
         file = Path(path)
         write = writers.get(file.suffix)
+        given = str(path)
         if write is None:
-            given = str(path)
-            good = str(file.with_suffix(".html"))
+            page_of_it = file.with_suffix(".html")
+            good = str(page_of_it)
             raise ValueError(
                 f"the suffix must be .html, .json or .xml; got {given!r}. Use report.save({good!r})"
             )
-        write([self], str(path))
+        write([self], given)
 
     def export(self, folder: str | PathLike[str]) -> Path:
         """Write the PyTorch results to `folder/NAME.safetensors`, and return the path.
