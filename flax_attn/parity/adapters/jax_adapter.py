@@ -150,6 +150,7 @@ class JaxAdapter(ModuleAdapter):
         other.programs = Programs(other._stepped)
         return other
 
+    @_promoting
     def makes_float32(self, spec: RunSpec) -> bool:
         """Whether a run in float64 computes something in float32."""
         trace = jax.make_jaxpr(partial(self.programs.outputs, mode=spec.mode))
