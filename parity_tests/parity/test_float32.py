@@ -82,6 +82,10 @@ def test_another_function_of_float32_is_different():
     report = compare(Slower(), Torch(torch.float32).eval(), [TIMES], checks=CHECKS)
     assert report.state == "different"
     assert report.check("forward").error > 1e-3
+    # What both round is not named, and the lines are those of the modules.
+    (found,) = report.difference.hypotheses
+    assert "0.5" in found.flax.value
+    assert found.torch.places[0].file.endswith("test_float32.py")
 
 
 class TorchAttention(nn.Module):

@@ -39,6 +39,8 @@ LAYERS = ("/flax/nnx/nn/", "/flax/linen/", "/equinox/nn/", "/haiku/_src/", "/tor
 PYTHON = str(Path(linecache.__file__).parent)
 PACKAGE = str(Path(__file__).parents[2])
 HARNESS = str(Path(__file__).parents[1])
+# It stands between a line of the user's and the function of PyTorch that the line calls.
+PASSED = f"{HARNESS}/adapters/torch_float32.py"
 
 
 @dataclass(frozen=True)
@@ -242,8 +244,9 @@ def place_of(frames: Sequence[tuple[str, int]], module: str = "") -> Place | Non
 
     It is None where there is neither.
     """
+    own = [frame for frame in frames if frame[0] != PASSED]
     # Beyond the harness stands who called it.
-    inside = takewhile(lambda frame: not in_harness(frame[0]), frames)
+    inside = takewhile(lambda frame: not in_harness(frame[0]), own)
     written = (frame for frame in inside if not in_library(frame[0]))
     innermost, caller = next(written, None), next(written, None)
     if innermost is None:
