@@ -153,6 +153,8 @@ def sinusoids(library, dtype):
 class TorchTable(nn.Module):
     """A buffer that is built in float32."""
 
+    table: torch.Tensor
+
     def __init__(self):
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
@@ -206,6 +208,8 @@ def test_numbers_that_name_no_dtype_are_float32_in_a_run_in_float32():
 
 class TorchTurned(TorchAttention):
     """Attention whose queries and keys are multiplied by a buffer in float32."""
+
+    table: torch.Tensor
 
     def __init__(self):
         super().__init__()
