@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import torch
 from flax import linen, nnx
@@ -14,16 +15,15 @@ from flax_attn.parity import assert_parity, compare
 B, T, S, D, HEADS, KV = 3, 5, 7, 8, 2, 6
 SELF, CROSS = [(B, T, D)], [(B, T, D), (B, S, KV), (B, S, KV)]
 
+PROJECTIONS = ("query", "key", "value")
+KERNELS = [
+    Rule((f"{name}.kernel",), f"W_{name}.weight", "i n h -> (n h) i") for name in PROJECTIONS
+]
+BIASES = [Rule((f"{name}.bias",), f"W_{name}.bias", "n h -> (n h)") for name in PROJECTIONS]
 # Flax's attention keeps the heads apart; these are the rows between it and torch_ref.
 TORCH_REF = [
-    *(
-        Rule((f"{name}.kernel",), f"W_{name}.weight", "i n h -> (n h) i")
-        for name in ("query", "key", "value")
-    ),
-    *(
-        Rule((f"{name}.bias",), f"W_{name}.bias", "n h -> (n h)")
-        for name in ("query", "key", "value")
-    ),
+    *KERNELS,
+    *BIASES,
     Rule(("out.kernel",), "out_proj.weight", "n h o -> o (n h)"),
     Rule(("out.bias",), "out_proj.bias"),
 ]
@@ -37,10 +37,16 @@ def torch_attention(**options):
     return torch.nn.MultiheadAttention(D, HEADS, batch_first=True, **options).eval()
 
 
+def twin(**options):
+    """Return our attention in PyTorch."""
+    return torch_ref.MultiHeadAttention(D, D, None, 0.0, HEADS, qkv_bias=True, **options).eval()
+
+
 def seen(x, lengths):
-    return (
-        None if lengths is None else (jnp.arange(x.shape[1]) < lengths[:, None])[:, None, None, :]
-    )
+    if lengths is None:
+        return None
+    real = jnp.arange(x.shape[1]) < lengths[:, None]
+    return real[:, None, None, :]
 
 
 def sowing(layer, query, key=None, value=None, lengths=None):
@@ -67,62 +73,53 @@ def output_of_torch(layer, x):
     return layer(x, x, x, need_weights=False)[0]
 
 
+# With their weights.
+WEIGHED = {"layout": "nnx_mha", "flax_call": sowing, "torch_call": torch_call}
+
+
 def test_nnx(checks):
-    options = {"flax_call": sowing, "torch_call": torch_call}
-    assert_parity(
-        nnx_attention(), torch_attention(), SELF, layout="nnx_mha", checks=checks.core, **options
-    )
+    sides = nnx_attention(), torch_attention()
+    assert_parity(*sides, SELF, checks=checks.core, **WEIGHED)
 
 
 def test_nnx_cross(checks):
-    widths = {"kdim": KV, "vdim": KV}
-    options = {"flax_call": sowing, "torch_call": torch_call}
-    layer = nnx_attention(in_kv_features=KV)
-    assert_parity(
-        layer, torch_attention(**widths), CROSS, layout="nnx_mha", checks=checks.core, **options
-    )
+    sides = nnx_attention(in_kv_features=KV), torch_attention(kdim=KV, vdim=KV)
+    assert_parity(*sides, CROSS, checks=checks.core, **WEIGHED)
 
 
 def test_nnx_by_itself_takes_the_softmax_in_float32(checks):
-    report = assert_parity(
-        *(nnx_attention(), torch_attention(), SELF),
-        layout="nnx_mha",
-        checks=checks.core,
-        torch_call=output_of_torch,
-        locate=False,
-    )
+    sides = nnx_attention(), torch_attention()
+    options = {"layout": "nnx_mha", "torch_call": output_of_torch, "locate": False}
+    report = assert_parity(*sides, SELF, checks=checks.core, **options)
     assert "in float64, JAX's attention takes its softmax in float64" in report.notes
 
 
 def attend(query, key, value, mask=None, is_causal=False, **options):
     """Take the place of Flax's own attention inside of its module."""
-    mask = flax_attn.Mask.causal() if is_causal else mask
-    mask = (
-        mask.astype(bool) if isinstance(mask, jax.Array) else mask
-    )  # while decoding it is in float32
+    if is_causal:
+        mask = flax_attn.Mask.causal()
+    # While decoding it is in float32.
+    if isinstance(mask, jax.Array):
+        mask = mask.astype(bool)
     return flax_attn.dot_product_attention(query, key, value, mask=mask)
 
 
 def test_nnx_with_our_attention_inside(checks):
-    layer = nnx_attention(attention_fn=attend)
-    assert_parity(
-        layer,
-        torch_attention(),
-        SELF,
-        layout="nnx_mha",
-        checks=checks.core,
-        torch_call=output_of_torch,
-    )
+    sides = nnx_attention(attention_fn=attend), torch_attention()
+    options = {"layout": "nnx_mha", "torch_call": output_of_torch}
+    assert_parity(*sides, SELF, checks=checks.core, **options)
 
 
 def test_the_cache_of_nnx_against_our_twin(checks):
     def in_steps(layer, x):
         layer.init_cache(x.shape, dtype=x.dtype)
-        return jnp.concatenate([layer(x[:, [i]], decode=True) for i in range(x.shape[1])], axis=1)
+        # One token a call.
+        steps = [layer(x[:, [i]], decode=True) for i in range(x.shape[1])]
+        return jnp.concatenate(steps, axis=1)
 
     assert_parity(
         nnx_attention(attention_fn=attend),
-        torch_ref.MultiHeadAttention(D, D, None, 0.0, HEADS, qkv_bias=True).eval(),
+        twin(),
         SELF,
         layout=TORCH_REF,
         checks=(*checks.core, "cache = full"),
@@ -135,61 +132,63 @@ def test_the_cache_of_nnx_against_our_twin(checks):
 def bound():
     layer = linen.MultiHeadDotProductAttention(num_heads=HEADS)
     x = jnp.ones((B, T, D))
-    return layer.bind(jax.jit(layer.init)(jax.random.key(0), x, x, x))
+    variables = jax.jit(layer.init)(jax.random.key(0), x, x, x)
+    return layer.bind(variables)
 
 
 def test_linen_bound(bound, checks):
-    layer = torch_ref.MultiHeadAttention(D, D, None, 0.0, HEADS, qkv_bias=True, causal=False).eval()
-    report = assert_parity(
-        bound, layer, SELF, layout=TORCH_REF, checks=checks.core, flax_call=three
-    )
+    sides = bound, twin(causal=False)
+    options = {"layout": TORCH_REF, "flax_call": three}
+    report = assert_parity(*sides, SELF, checks=checks.core, **options)
+    # It moves all scores of a query alike.
     assert report.check("gradients").note == "no effect on the outputs: W_key.bias"
 
 
 def test_linen_gives_the_mean_of_the_values_where_nothing_is_seen(bound):
-    def ours(layer, x, lengths=None):
-        return layer(x, mask=None if lengths is None else torch_ref.Mask.lengths(key=lengths))
+    def padded(layer, x, lengths=None):
+        mask = None if lengths is None else torch_ref.Mask.lengths(key=lengths)
+        return layer(x, mask=mask)
 
     report = compare(
-        bound,
-        torch_ref.MultiHeadAttention(D, D, None, 0.0, HEADS, qkv_bias=True, causal=False).eval(),
-        SELF,
+        *(bound, twin(causal=False), SELF),
         layout=TORCH_REF,
         checks=["padded rows"],
         flax_call=three,
-        torch_call=ours,
+        torch_call=padded,
         locate=False,
     )
     assert not report.passed
-    assert (
-        report.check("padded rows").where["index"][0] == 0
-    )  # the row of the batch that is all padding
+    # The row of the batch that is all padding.
+    assert report.check("padded rows").where["index"][0] == 0
 
 
-def test_running_statistics_of_linen_are_copied():
-    theirs, layer = (
-        torch.nn.BatchNorm1d(D).eval(),
-        linen.BatchNorm(use_running_average=True, epsilon=1e-5),
-    )
+@pytest.fixture
+def norms():
+    """A norm of Linen, and one of PyTorch with statistics that are not those of a new one."""
+    layer = linen.BatchNorm(use_running_average=True, epsilon=1e-5)
+    variables = layer.init(jax.random.key(0), jnp.ones((B, D)))
+    theirs = torch.nn.BatchNorm1d(D).eval()
     with torch.no_grad():
         theirs.running_mean.copy_(torch.linspace(-1, 1, D))
         theirs.running_var.copy_(torch.linspace(0.5, 2, D))
-    bound = layer.bind(layer.init(jax.random.key(0), jnp.ones((B, D))))
-    report = assert_parity(
-        bound, theirs, [(B, D)], checks=["weights", "forward", "gradients"], redraw=False
-    )
-    copied = report.pair.flax.weights()
-    assert all(
-        (copied[name] == value.numpy()).all()
-        for name, value in theirs.state_dict().items()
-        if value.ndim
-    )
-    assert {entry.theirs for entry in report.pair.entries if not entry.trainable} == {
-        "running_mean",
-        "running_var",
-    }
-    drawn = assert_parity(bound, theirs, [(B, D)], checks=["forward"]).pair.flax.weights()
-    assert (drawn["running_var"] != copied["running_var"]).all()
+    return layer.bind(variables), theirs
+
+
+def test_running_statistics_of_linen_are_copied(norms):
+    checks = ["weights", "forward", "gradients"]
+    pair = assert_parity(*norms, [(B, D)], checks=checks, redraw=False).pair
+    copied = pair.flax.weights()
+    for name, value in norms[1].state_dict().items():
+        # All but the count of batches, which JAX has not.
+        if value.ndim:
+            np.testing.assert_array_equal(copied[name], value.numpy())
+    fixed = {entry.theirs for entry in pair.entries if not entry.trainable}
+    assert fixed == {"running_mean", "running_var"}
+
+
+def test_running_statistics_of_linen_are_drawn(norms):
+    drawn = assert_parity(*norms, [(B, D)], checks=["forward"]).pair.flax.weights()
+    assert (drawn["running_var"] != norms[1].running_var.numpy()).all()
 
 
 def test_linen_through_the_bridge(checks):

@@ -25,20 +25,26 @@ def attention(bias=True, **options):
     )
 
 
+def later(x):
+    """Return what is added to scores, so that no token sees a later one."""
+    t = x.shape[1]
+    return torch.full((t, t), -torch.inf, dtype=x.dtype).triu(1)
+
+
+def gpt2_in_steps(layer, x):
+    cache = DynamicCache()
+    steps = [layer(x[:, [i]], past_key_values=cache)[0] for i in range(x.shape[1])]
+    return torch.cat(steps, dim=1)
+
+
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 def test_gpt2(implementation, checks):
-    config = GPT2Config(n_embd=D, n_head=HEADS, attn_implementation=implementation)
-
     def call(layer, x):
-        hidden = torch.full((x.shape[1], x.shape[1]), -torch.inf, dtype=x.dtype).triu(1)
-        return layer(x, attention_mask=hidden if implementation == "eager" else None)[0]
+        # Without its model, which gives the mask, only the other one is causal.
+        hidden = later(x) if implementation == "eager" else None
+        return layer(x, attention_mask=hidden)[0]
 
-    def in_steps(layer, x):
-        cache = DynamicCache()
-        return torch.cat(
-            [layer(x[:, [i]], past_key_values=cache)[0] for i in range(x.shape[1])], dim=1
-        )
-
+    config = GPT2Config(n_embd=D, n_head=HEADS, attn_implementation=implementation)
     assert_parity(
         attention(),
         GPT2Attention(config, layer_idx=0).eval(),
@@ -46,22 +52,20 @@ def test_gpt2(implementation, checks):
         layout="hf_gpt2",
         checks=(*checks.core, "cache = full"),
         torch_call=call,
-        torch_cached=in_steps,
+        torch_cached=gpt2_in_steps,
     )
 
 
+PACKED = ("W_query", "W_key", "W_value")
 GPT2_BLOCK = [
-    Rule(
-        tuple(f"att.{name}.kernel" for name in ("W_query", "W_key", "W_value")),
-        "attn.c_attn.weight",
-        axis=1,
-    ),
-    Rule(tuple(f"att.{name}.bias" for name in ("W_query", "W_key", "W_value")), "attn.c_attn.bias"),
+    Rule(tuple(f"att.{name}.kernel" for name in PACKED), "attn.c_attn.weight", axis=1),
+    Rule(tuple(f"att.{name}.bias" for name in PACKED), "attn.c_attn.bias"),
     Rule(("att.out_proj.kernel",), "attn.c_proj.weight"),
     Rule(("att.out_proj.bias",), "attn.c_proj.bias"),
     Rule(("norm{i}.scale",), "ln_{i}.weight"),
     Rule(("norm{i}.shift",), "ln_{i}.bias"),
-    Rule(("ff.layers.0.kernel",), "mlp.c_fc.weight"),  # Conv1D: in, out, as ours
+    # Conv1D has a weight of (in, out), as ours.
+    Rule(("ff.layers.0.kernel",), "mlp.c_fc.weight"),
     Rule(("ff.layers.0.bias",), "mlp.c_fc.bias"),
     Rule(("ff.layers.2.kernel",), "mlp.c_proj.weight"),
     Rule(("ff.layers.2.bias",), "mlp.c_proj.bias"),
@@ -78,9 +82,8 @@ def test_a_block_of_gpt2(checks):
         flax_attn.LayerNorm(D),
         flax_attn.LayerNorm(D),
     )
-    assert_parity(
-        ours, GPT2Block(config, layer_idx=0).eval(), INPUTS, layout=GPT2_BLOCK, checks=checks.core
-    )
+    theirs = GPT2Block(config, layer_idx=0).eval()
+    assert_parity(ours, theirs, INPUTS, layout=GPT2_BLOCK, checks=checks.core)
 
 
 def llama(implementation, base=500.0):
@@ -100,20 +103,22 @@ def llama(implementation, base=500.0):
 
 def angles_in_float64(x, base=500.0, width=4):
     frequencies = base ** (-torch.arange(0, width, 2, dtype=torch.double) / width)
-    turned = torch.outer(torch.arange(x.shape[1], dtype=torch.double), frequencies).repeat(1, 2)[
-        None
-    ]
+    places = torch.arange(x.shape[1], dtype=torch.double)
+    # Each half of a head is turned by the same angles.
+    turned = torch.outer(places, frequencies).repeat(1, 2)[None]
     return turned.cos().to(x.dtype), turned.sin().to(x.dtype)
 
 
+LLAMA_INPUTS = [(B, T, 24)]
+
+
 def test_llama(checks):
+    def call(layer, x):
+        return layer(x, position_embeddings=angles_in_float64(x))[0]
+
     ours, theirs, _ = llama("sdpa")
-    assert_parity(
-        *(ours, theirs, [(B, T, 24)]),
-        layout="hf_llama",
-        checks=checks.core,
-        torch_call=lambda layer, x: layer(x, position_embeddings=angles_in_float64(x))[0],
-    )
+    options = {"layout": "hf_llama", "torch_call": call}
+    assert_parity(ours, theirs, LLAMA_INPUTS, checks=checks.core, **options)
 
 
 @pytest.mark.parametrize("part", ["angles", "softmax"])
@@ -121,44 +126,48 @@ def test_llama_by_itself_computes_a_part_in_float32(part, checks):
     ours, theirs, rotary = llama("sdpa" if part == "angles" else "eager")
 
     def call(layer, x):
-        hidden = torch.full((x.shape[1], x.shape[1]), -torch.inf, dtype=x.dtype).triu(1)
-        turned = (
-            rotary(x, torch.arange(x.shape[1])[None]) if part == "angles" else angles_in_float64(x)
-        )
-        return layer(x, position_embeddings=turned, attention_mask=hidden)[0]
+        if part == "angles":
+            turned = rotary(x, torch.arange(x.shape[1])[None])
+        else:
+            turned = angles_in_float64(x)
+        return layer(x, position_embeddings=turned, attention_mask=later(x))[0]
 
-    inputs, options = [(B, T, 24)], {"layout": "hf_llama", "torch_call": call, "locate": False}
-    report = compare(ours, theirs, inputs, checks=checks.core, **options)
+    options = {"layout": "hf_llama", "torch_call": call, "locate": False}
+    report = compare(ours, theirs, LLAMA_INPUTS, checks=checks.core, **options)
     if part == "softmax":
         assert report.passed
-        assert any("what PyTorch makes in float32 is float64" in note for note in report.notes)
-        return
-    # Angles come from a table that was built in float32.
-    assert [check.name for check in report.failed] == ["forward", "gradients"]
-    assert jnp.finfo(jnp.float64).eps < report.check("forward").error < jnp.finfo(jnp.float32).eps
+        assert "what PyTorch makes in float32 is float64" in "\n".join(report.notes)
+    else:
+        # Angles come from a table that was built in float32.
+        assert [check.name for check in report.failed] == ["forward", "gradients"]
+        assert FLOAT64 < report.check("forward").error < FLOAT32
+
+
+FLOAT64, FLOAT32 = jnp.finfo(jnp.float64).eps, jnp.finfo(jnp.float32).eps
+
+
+def padded(layer, x, lengths=None):
+    mask = None if lengths is None else Mask.lengths(key=lengths)
+    return layer(x, mask=mask)
+
+
+def bert_padded(layer, x, lengths=None):
+    seen = None
+    if lengths is not None:
+        real = torch.arange(x.shape[1]) < lengths[:, None]
+        seen = real[:, None, None]
+    # Without the norm that follows.
+    return layer.output.dense(layer.self(x, attention_mask=seen)[0])
 
 
 def test_bert(checks):
     config = BertConfig(hidden_size=D, num_attention_heads=HEADS, attn_implementation="sdpa")
-
-    def call(layer, x, lengths=None):
-        return layer(x, mask=None if lengths is None else Mask.lengths(key=lengths))
-
-    def torch_call(layer, x, lengths=None):
-        seen = (
-            None
-            if lengths is None
-            else (torch.arange(x.shape[1]) < lengths[:, None])[:, None, None]
-        )
-        return layer.output.dense(
-            layer.self(x, attention_mask=seen)[0]
-        )  # without the norm that follows
-
-    names = (*checks.core, "padded rows")
-    options = {"layout": "hf_bert", "flax_call": call, "torch_call": torch_call, "locate": False}
-    pair = attention(causal=False), BertAttention(config).eval(), INPUTS
-    assert_parity(*pair, checks=names, **options)
-    report = compare(*pair, checks=["non-finite padding"], **options)
+    sides = attention(causal=False), BertAttention(config).eval()
+    calls = {"flax_call": padded, "torch_call": bert_padded}
+    options = {"layout": "hf_bert", "locate": False, **calls}
+    assert_parity(*sides, INPUTS, checks=(*checks.core, "padded rows"), **options)
+    # It adds to the scores, and NaN plus minus infinity is NaN.
+    report = compare(*sides, INPUTS, checks=["non-finite padding"], **options)
     assert "PyTorch lets padding reach real tokens of output" in report.explain()
 
 
@@ -166,24 +175,16 @@ class RelativeAttention(flax_attn.MultiHeadAttention):
     """The first self-attention of a T5 encoder, which owns the table of the bias by distance."""
 
     def __init__(self, buckets, max_distance):
-        super().__init__(
-            D,
-            D,
-            None,
-            0.0,
-            HEADS,
-            causal=False,
-            out_bias=False,
-            scores=flax_attn.Scores(scale=1.0),
-            rngs=nnx.Rngs(0),
-        )
-        self.table, self.max_distance = nnx.Embed(buckets, HEADS, rngs=nnx.Rngs(0)), max_distance
+        # T5 does not divide scores by the root of the width.
+        options = {"causal": False, "out_bias": False, "scores": flax_attn.Scores(scale=1.0)}
+        super().__init__(D, D, None, 0.0, HEADS, rngs=nnx.Rngs(0), **options)
+        self.table = nnx.Embed(buckets, HEADS, rngs=nnx.Rngs(0))
+        self.max_distance = max_distance
 
     def __call__(self, x):
         places = jnp.arange(x.shape[1])
-        bias = flax_attn.t5_bias(
-            self.table.embedding[...], places, places, max_distance=self.max_distance
-        )
+        table = self.table.embedding[...]
+        bias = flax_attn.t5_bias(table, places, places, max_distance=self.max_distance)
         return super().__call__(x, bias=bias.astype(x.dtype))
 
 

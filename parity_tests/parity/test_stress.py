@@ -14,8 +14,10 @@ B, T, D = 3, 5, 4
 
 
 def hidden(x, lengths):
-    places = (jnp if isinstance(x, jax.Array) else torch).arange(x.shape[1])
-    return places[None, :, None] >= (x.shape[1] if lengths is None else lengths[:, None, None])
+    library = jnp if isinstance(x, jax.Array) else torch
+    places = library.arange(x.shape[1])
+    ends = x.shape[1] if lengths is None else lengths[:, None, None]
+    return places[None, :, None] >= ends
 
 
 def attend(x):
@@ -27,12 +29,18 @@ def attend_in_jax(x):
 
 
 def attend_without_the_largest_taken_off(x):
+    # Overflows where scores are large.
     weights = jnp.exp(x @ x.mT)
     return weights / weights.sum(axis=-1, keepdims=True) @ x
 
 
 def unit(x, least=1e-12):
-    return x / jnp.maximum(jnp.linalg.norm(x, axis=-1, keepdims=True), least)
+    norms = jnp.linalg.norm(x, axis=-1, keepdims=True)
+    return x / jnp.maximum(norms, least)
+
+
+def unit_in_torch(x):
+    return torch.nn.functional.normalize(x, dim=-1)
 
 
 def normed(x):
@@ -41,39 +49,50 @@ def normed(x):
 
 def normed_in_two_passes(x):
     centred = x - x.mean(axis=-1, keepdims=True)
-    return centred / jnp.sqrt((centred**2).mean(axis=-1, keepdims=True) + 1e-5)
+    variance = (centred**2).mean(axis=-1, keepdims=True)
+    return centred / jnp.sqrt(variance + 1e-5)
 
 
 def normed_in_one_pass(x):
-    variance = (x**2).mean(axis=-1, keepdims=True) - x.mean(axis=-1, keepdims=True) ** 2
-    return (x - x.mean(axis=-1, keepdims=True)) / jnp.sqrt(variance + 1e-5)
+    mean = x.mean(axis=-1, keepdims=True)
+    # A difference of large numbers where the mean is large.
+    variance = (x**2).mean(axis=-1, keepdims=True) - mean**2
+    return (x - mean) / jnp.sqrt(variance + 1e-5)
 
 
 def gaps_in_torch(x):
     return torch.linalg.vector_norm(x - x.roll(1, 1), dim=-1)
 
 
+def squared_gaps(x):
+    return ((x - jnp.roll(x, 1, axis=1)) ** 2).sum(axis=-1)
+
+
 def gaps(x):
-    squares = ((x - jnp.roll(x, 1, axis=1)) ** 2).sum(axis=-1)
-    return jnp.where(squares > 0, jnp.sqrt(jnp.where(squares > 0, squares, 1)), 0)
+    squares = squared_gaps(x)
+    # The root of 0 is hidden twice: its gradient times 0 would be NaN.
+    positive = jnp.where(squares > 0, squares, 1)
+    return jnp.where(squares > 0, jnp.sqrt(positive), 0)
 
 
 def gaps_without_a_gradient_at_0(x):
-    return jnp.sqrt(((x - jnp.roll(x, 1, axis=1)) ** 2).sum(axis=-1))
+    return jnp.sqrt(squared_gaps(x))
 
 
 def waves(x, last=10**6):
-    return x * jnp.cos(jnp.minimum(jnp.arange(x.shape[1]), last).astype(x.dtype))[None, :, None]
+    places = jnp.minimum(jnp.arange(x.shape[1]), last)
+    return x * jnp.cos(places.astype(x.dtype))[None, :, None]
 
 
 def waves_in_torch(x):
-    return x * torch.arange(x.shape[1]).to(x.dtype).cos()[:, None]
+    places = torch.arange(x.shape[1]).to(x.dtype)
+    return x * places.cos()[:, None]
 
 
 def mean(x, lengths=None):
-    return jnp.where(hidden(x, lengths), 0, x).sum(axis=1) / jnp.maximum(
-        (~hidden(x, lengths)).sum(axis=1), 1
-    )
+    seen = ~hidden(x, lengths)
+    total = jnp.where(seen, x, 0).sum(axis=1)
+    return total / jnp.maximum(seen.sum(axis=1), 1)
 
 
 def mean_of_all_where_nothing_is_seen(x, lengths=None):
@@ -83,21 +102,21 @@ def mean_of_all_where_nothing_is_seen(x, lengths=None):
 
 def mean_that_multiplies_by_the_mask(x, lengths=None):
     seen = ~hidden(x, lengths)
-    return (x * seen.astype(x.dtype)).sum(axis=1) / jnp.maximum(seen.sum(axis=1), 1)
+    # NaN times 0 is NaN.
+    total = (x * seen.astype(x.dtype)).sum(axis=1)
+    return total / jnp.maximum(seen.sum(axis=1), 1)
 
 
 def mean_in_torch(x, lengths=None):
     seen = ~hidden(x, lengths)
-    return torch.where(seen, x, 0).sum(1) / seen.sum(1).clamp(min=1)
+    total = torch.where(seen, x, 0).sum(1)
+    return total / seen.sum(1).clamp(min=1)
 
 
+# A function of PyTorch, the same in JAX, and one with a fault.
 FAULTS = {
     "huge logits": (attend, attend_in_jax, attend_without_the_largest_taken_off),
-    "small activations": (
-        lambda x: torch.nn.functional.normalize(x, dim=-1),
-        unit,
-        lambda x: unit(x, 0.05),
-    ),
+    "small activations": (unit_in_torch, unit, lambda x: unit(x, 0.05)),
     "mean offset": (normed, normed_in_two_passes, normed_in_one_pass),
     "duplicate tokens": (gaps_in_torch, gaps, gaps_without_a_gradient_at_0),
     "single token": (lambda x: x.sin(), jnp.sin, lambda x: jnp.sin(x).squeeze()),
@@ -114,19 +133,20 @@ def test_a_fault_that_easy_inputs_hide(stress):
         report = compare(sound, theirs, [(B, T, D)], checks=["forward", stress], locate=False)
         assert report.passed, report.explain()
         report = compare(faulty, theirs, [(B, T, D)], checks=["forward", stress], locate=False)
+    # Its forward pass holds: easy inputs do not show it.
     assert [check.name for check in report.failed] == [stress]
+
+
+WHOLE_NUMBERS = np.arange(6).reshape(2, 3)
+NO_LENGTHS = "the calls take no lengths: give both a call with a keyword `lengths`"
 
 
 @pytest.mark.parametrize(
     ("inputs", "stress", "reason"),
     [
-        ([np.arange(6).reshape(2, 3)], "huge logits", "no input is floating"),
+        ([WHOLE_NUMBERS], "huge logits", "no input is floating"),
         ([(4,)], "single token", "tokens are the second axis of floats of rank 3"),
-        (
-            [(2, 3)],
-            "padded rows",
-            "the calls take no lengths: give both a call with a keyword `lengths`",
-        ),
+        ([(2, 3)], "padded rows", NO_LENGTHS),
     ],
 )
 def test_regimes_that_say_nothing(inputs, stress, reason):
@@ -138,34 +158,39 @@ def test_regimes_that_say_nothing(inputs, stress, reason):
     ("inputs", "reason"),
     [
         ([(2, 3), (2, 4)], r"lengths are those of one sequence; the inputs have [(2, 3), (2, 4)]"),
-        ([np.arange(6).reshape(2, 3)] * 2, "no input is floating, so none can hold NaN"),
+        ([WHOLE_NUMBERS] * 2, "no input is floating, so none can hold NaN"),
     ],
 )
 def test_padding_that_says_nothing(inputs, reason):
     def first(x, y, lengths=None):
         return x
 
-    assert (
-        compare(first, first, inputs, checks=["non-finite padding"])
-        .check("non-finite padding")
-        .skipped
-        == reason
-    )
+    report = compare(first, first, inputs, checks=["non-finite padding"])
+    assert report.check("non-finite padding").skipped == reason
+
+
+def judged_on(pair, name, x):
+    """Judge a pair of functions of one input on another one."""
+    situation = stress.Situation({"input 0": x}, {})
+    return stress._judged(name, pair, situation, {})
 
 
 def test_a_gradient_that_rounding_makes_is_allowed():
     # 1 - tanh**2 is a few roundings of 1 here, and JAX has (1 - tanh) (1 + tanh).
     pair = compare(jnp.tanh, torch.tanh, [(B, T, D)], checks=["forward"]).pair
-    x = np.full((B, T, D), 15.5)
-    found = stress._judged("flat", pair, stress.Situation({"input 0": x}, {}), {})
+    found = judged_on(pair, "flat", np.full((B, T, D), 15.5))
     assert found.passed, found.explain()
     (said,) = found.untested
-    assert said.startswith(
-        "flat: gradient of input 0: rounding alone moves that of PyTorch as much"
-    )
-    ours, theirs = (pair.run(side, pair.run_spec("flat")) for side in ("flax", "torch"))
-    error = tolerance.gradient_errors(ours.gradients, theirs.gradients)["input 0"]
-    assert error > 1e-4
+    reason = "flat: gradient of input 0: rounding alone moves that of PyTorch as much"
+    assert said.startswith(reason)
+    # Without the allowance it would fail.
+    assert gradient_error(pair, pair.run_spec("flat")) > 1e-4
+
+
+def gradient_error(pair, spec):
+    ours = pair.run("flax", spec).gradients
+    theirs = pair.run("torch", spec).gradients
+    return tolerance.gradient_errors(ours, theirs)["input 0"]
 
 
 class Packed(nnx.Module):
@@ -190,27 +215,30 @@ class TorchPacked(torch.nn.Module):
 
 
 def test_the_part_of_a_packed_parameter_without_effect_is_named_and_left_out_of_training():
-    recipe = Recipe(steps=20, eps=1e-12)  # Adam makes rounding as large as any other step
+    options = {
+        "layout": "torch",
+        "checks": ["gradients", "training"],
+        # Adam makes rounding as large as any other step.
+        "recipe": Recipe(steps=20, eps=1e-12),
+    }
     with jax.numpy_rank_promotion("allow"):
-        report = compare(
-            Packed(),
-            TorchPacked(),
-            [(B, T, D)],
-            layout="torch",
-            checks=["gradients", "training"],
-            recipe=recipe,
-        )
+        report = compare(Packed(), TorchPacked(), [(B, T, D)], **options)
     assert report.passed, report.explain()
-    assert (
-        report.check("gradients").note
-        == f"no effect on the outputs: {D} of {2 * D} elements of bias"
+    note = f"no effect on the outputs: {D} of {2 * D} elements of bias"
+    assert report.check("gradients").note == note
+    unfelt, felt = errors_of_halves(*report.pair.trained)
+    assert felt <= tolerance.TRAINING < unfelt
+
+
+def errors_of_halves(ours, theirs):
+    """Return the errors of the first and the second half of a trained bias."""
+    halves = "first", "second"
+    ours = np.split(ours["bias"], 2)
+    theirs = np.split(theirs["bias"], 2)
+    errors = tolerance.relative(
+        dict(zip(halves, ours, strict=True)), dict(zip(halves, theirs, strict=True))
     )
-    ours, theirs = report.pair.trained
-    halves = zip(np.split(ours["bias"], 2), np.split(theirs["bias"], 2), strict=True)
-    unfelt, nonzero_gradient = (
-        tolerance.relative({"half": a}, {"half": b})["half"] for a, b in halves
-    )
-    assert nonzero_gradient <= tolerance.TRAINING < unfelt
+    return errors["first"], errors["second"]
 
 
 def test_a_mask_of_a_long_sequence_stays_boolean():
@@ -220,38 +248,47 @@ def test_a_mask_of_a_long_sequence_stays_boolean():
     def torch_(x, mask):
         return torch.where(mask[..., None], x, 0.0)
 
-    inputs = {"x": np.ones((2, 5, 3)), "mask": np.array([[True, False] * 2 + [True]] * 2)}
+    row = [True, False, True, False, True]
+    inputs = {"x": np.ones((2, 5, 3)), "mask": np.array([row, row])}
     report = compare(flax, torch_, inputs, layout=None, checks=["long sequence"])
     check = report.check("long sequence")
     assert check.ran, check.missing
     assert check.passed, check.explain()
 
 
-def test_a_gradient_that_rounding_moves_less_is_held_to_its_cap():
-    reference = {"x": np.ones(3)}
-    moved = stress.Result({}, {"x": 1 + np.full(3, 1e-4)})
-    errors, drowned = stress._excesses(
-        stress.Result({}, {"x": 1 + np.full(3, 1e-3)}), stress.Result({}, reference), [moved]
-    )
+def excesses(off):
+    """Return the errors of a gradient that is off, where rounding moves it by 1e-4."""
+    reference = stress.Result({}, {"x": np.ones(3)})
+    moved = stress.Result({}, {"x": np.full(3, 1 + 1e-4)})
+    ours = stress.Result({}, {"x": np.full(3, 1 + off)})
+    return stress._excesses(ours, reference, [moved])
+
+
+def test_a_gradient_that_rounding_explains_is_not_compared():
+    errors, drowned = excesses(1e-3)
     assert errors == {}
     assert len(drowned) == 1
-    # What agrees to the cap is compared, and what rounding does not explain fails.
-    for off, holds in ((tolerance.MOST_GRADIENT / 2, True), (0.1, False)):
-        ours = stress.Result({}, {"x": 1 + np.full(3, off)})
-        errors, drowned = stress._excesses(ours, stress.Result({}, reference), [moved])
-        assert (errors["x"] <= 1) == holds
-        assert not drowned
+
+
+# What agrees to the cap is compared, and what rounding does not explain fails.
+@pytest.mark.parametrize(("off", "holds"), [(tolerance.MOST_GRADIENT / 2, True), (0.1, False)])
+def test_a_gradient_that_rounding_moves_less_is_held_to_its_cap(off, holds):
+    errors, drowned = excesses(off)
+    assert (errors["x"] <= 1) == holds
+    assert not drowned
 
 
 def best(x):
     """Return how often each of the scores is one of the two largest."""
     _, chosen = jax.lax.top_k(jax.nn.softmax(x, axis=-1), 2)
-    return jax.nn.one_hot(chosen, x.shape[-1], dtype=x.dtype).mean(axis=(0, 1, 2))
+    counted = jax.nn.one_hot(chosen, x.shape[-1], dtype=x.dtype)
+    return counted.mean(axis=(0, 1, 2))
 
 
 def best_in_torch(x):
     chosen = torch.topk(x.softmax(-1), 2).indices
-    return torch.nn.functional.one_hot(chosen, x.shape[-1]).to(x.dtype).mean((0, 1, 2))
+    counted = torch.nn.functional.one_hot(chosen, x.shape[-1])
+    return counted.to(x.dtype).mean((0, 1, 2))
 
 
 def sorted_rows(x):
@@ -267,7 +304,7 @@ def judged_on_ties(flax, theirs):
     # A softmax of scores of 1e4 is 0 for all but one.
     x = np.zeros((B, T, 6))
     x[..., 3] = 1e4
-    return stress._judged("tied", pair, stress.Situation({"input 0": x}, {}), {})
+    return judged_on(pair, "tied", x)
 
 
 def test_what_depends_on_which_of_equal_values_is_taken_is_not_judged():
@@ -276,6 +313,7 @@ def test_what_depends_on_which_of_equal_values_is_taken_is_not_judged():
 
 
 def test_a_fault_beside_equal_values_that_change_nothing_fails():
+    # Without gradients, which would tell which of the equal values was taken.
     def outputs(x):
         return (jax.lax.stop_gradient(1.01 * sorted_rows(x)),)
 
@@ -285,6 +323,7 @@ def test_a_fault_beside_equal_values_that_change_nothing_fails():
     assert not judged_on_ties(outputs, outputs_in_torch).passed
 
 
+# At an offset of 1000 the exponential of the first is infinite in float64.
 RATES = np.array([0.8, 1e-3, 1e-3, 1e-3])
 
 
@@ -347,9 +386,8 @@ class TorchProduct(torch.nn.Module):
 def test_padding_that_reaches_gradients_of_both_is_said():
     layout = [Rule(("weight",), "weight", "")]
     with jax.numpy_dtype_promotion("standard"):
-        report = compare(
-            Product(), TorchProduct(), [(2, T, D)], layout=layout, checks=["non-finite padding"]
-        )
+        sides = Product(), TorchProduct()
+        report = compare(*sides, [(2, T, D)], layout=layout, checks=["non-finite padding"])
     assert report.passed, report.explain()
     said = "non-finite padding: PyTorch lets padding reach real tokens of gradient of weight"
     assert said in report.coverage.untested
@@ -361,22 +399,24 @@ def with_a_wrong_tail(x):
 
 @pytest.mark.parametrize(("flax", "passes"), [(jax.nn.softplus, True), (with_a_wrong_tail, False)])
 def test_a_softplus_of_all_digits_is_right(flax, passes):
-    # That of PyTorch is the identity beyond 20, which is exact in float32 alone.
+    # In PyTorch it is the identity beyond 20, which is exact only in float32.
     pair = compare(flax, torch.nn.functional.softplus, [(B, T, D)], checks=["forward"]).pair
     x = np.linspace(13, 30, B * T * D).reshape(B, T, D)
-    found = stress._judged("tail", pair, stress.Situation({"input 0": x}, {}), {})
+    found = judged_on(pair, "tail", x)
     assert found.passed is passes, found.explain()
 
 
 def clipped(x):
-    return jax.nn.softmax(jnp.clip(x, -50, 50)) + jnp.tanh(x)
+    scores = jnp.clip(x, -50, 50)
+    return jax.nn.softmax(scores) + jnp.tanh(x)
+
+
+def unclipped(x):
+    return torch.softmax(x, -1) + torch.tanh(x)
 
 
 def test_what_large_scores_alone_see_is_named():
-    def theirs(x):
-        return torch.softmax(x, -1) + torch.tanh(x)
-
-    report = compare(clipped, theirs, [(B, T, D)], checks=["forward", "huge logits"])
+    report = compare(clipped, unclipped, [(B, T, D)], checks=["forward", "huge logits"])
     assert [check.name for check in report.failed] == ["huge logits"]
     (one,) = report.difference.hypotheses
     assert one.flax.value == "min(50, max(input 0, -50))"
@@ -404,7 +444,8 @@ class TorchScores(torch.nn.Module):
 
     def forward(self, x):
         x = self.norm(x)
-        return torch.softmax(self.q(x) @ self.k(x).mT, -1)
+        scores = self.q(x) @ self.k(x).mT
+        return torch.softmax(scores, -1)
 
 
 @pytest.mark.usefixtures("as_a_user_has_jax")

@@ -24,6 +24,9 @@ def run(function, x=X, **sources):
     return torch_program(module, call, {"x": x, **sources})
 
 
+# Functions that PyTorch has as one operation, or that write where they read.
+
+
 def norms(x):
     x = F.layer_norm(x, (4,)) + F.group_norm(x, 2) + F.rms_norm(x, (4,))
     return F.batch_norm(x, torch.zeros(4).double(), torch.ones(4).double())
@@ -55,21 +58,27 @@ def packed(x):
     torch.manual_seed(0)
     cell = nn.GRU(4, 5, batch_first=True).double()
     sequences = pack_padded_sequence(torch.stack([x, x + 1]), [2, 3], True, False)
-    return pad_packed_sequence(cell(sequences)[0], True)[0]
+    output, _ = cell(sequences)
+    padded, _ = pad_packed_sequence(output, True)
+    return padded
 
 
 def convolved(x):
     image = x.reshape(1, 1, 3, 4)
-    return F.max_pool2d(F.conv2d(image, image[..., :2, :2], padding=1, dilation=2), 2)
+    kernel = image[..., :2, :2]
+    return F.max_pool2d(F.conv2d(image, kernel, padding=1, dilation=2), 2)
 
 
-@pytest.mark.parametrize(
-    "function", [norms, activations, written_in_place, fused, grouped, packed, convolved]
-)
+FUNCTIONS = (norms, activations, written_in_place, fused, grouped, packed, convolved)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
 def test_values_are_those_of_the_run(function):
     program = run(function)
     (output,) = program.outputs.values()
-    np.testing.assert_allclose(output.value, function(X.clone()).detach(), rtol=1e-13, atol=1e-15)
+    wanted = function(X.clone()).detach()
+    # Norms and fused attention are computed in parts here, in another order.
+    np.testing.assert_allclose(output.value, wanted, rtol=1e-13, atol=1e-15)
     assert output in program.varying
 
 
@@ -104,6 +113,7 @@ def test_composed_operations_are_recorded_as_what_they_are_made_of():
     names = {node.operation for node in run(norms).nodes}
     assert {"rsqrt", "sub", "mul"} <= names
     assert not any("norm" in name for name in names)
+    # Both kinds of GELU.
     assert {"erf", "tanh"} <= {node.operation for node in run(activations).nodes}
 
 
@@ -118,28 +128,40 @@ class Stack(nn.Module):
         return x
 
 
-def test_operations_have_the_path_of_their_module_and_parameters_their_names():
+@pytest.fixture
+def stacked():
+    """The program of `Stack` whose parameters are sources."""
     module = copied(Stack().double())
     sources = {f"parameter {name}": value for name, value in module.named_parameters()}
-    program = torch_program(module, lambda m: {"output": m(X)}, {"x": X, **sources})
-    dots = [node for node in program.nodes if node.operation == "dot"]
-    assert [node.place.module for node in dots] == ["blocks.0", "blocks.1"]
-    assert [place.module for place in places(program, "sin")] == ["", ""]
-    assert {place.line for place in places(program, "sin")} == {line_of(Stack, ".sin()")}
-    names = [node.name for node in program.nodes if node.operation == "source"]
+    return torch_program(module, lambda m: {"output": m(X)}, {"x": X, **sources})
+
+
+def test_operations_have_the_path_of_their_module(stacked):
+    assert [place.module for place in places(stacked, "dot")] == ["blocks.0", "blocks.1"]
+    sines = places(stacked, "sin")
+    assert [place.module for place in sines] == ["", ""]
+    assert {place.line for place in sines} == {line_of(Stack, ".sin()")}
+
+
+def test_parameters_have_their_names(stacked):
+    names = [node.name for node in stacked.nodes if node.operation == "source"]
     assert "parameter blocks.1.weight" in names
-    assert not any(node.operation == "constant" and node.value.ndim == 2 for node in program.nodes)
+    constants = [node for node in stacked.nodes if node.operation == "constant"]
+    # A weight would be a matrix.
+    assert not any(node.value.ndim == 2 for node in constants)
+
+
+def gradient(x):
+    leaf = x.clone().requires_grad_()
+    hidden = leaf.sin()
+    loss = (hidden * 2).sum()
+    return torch.autograd.grad(loss, leaf)[0]
 
 
 def test_backward_operations_stand_at_the_lines_of_the_forward_pass():
-    def gradient(x):
-        leaf = x.clone().requires_grad_()
-        hidden = leaf.sin()
-        loss = (hidden * 2).sum()
-        return torch.autograd.grad(loss, leaf)[0]
-
     program = run(gradient)
     np.testing.assert_allclose(program.outputs["output"].value, 2 * X.cos())
+    # Only the gradient of the sine has a cosine.
     (place,) = places(program, "cos")
     assert place.line == line_of(gradient, ".sin()")
 
@@ -147,5 +169,6 @@ def test_backward_operations_stand_at_the_lines_of_the_forward_pass():
 def test_a_module_is_copied_before_it_is_followed():
     module = Stack().double()
     run(module)
+    # Hooks and eval mode are those of the copy.
     assert not module._forward_hooks
     assert module.training

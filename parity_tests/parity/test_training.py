@@ -21,6 +21,7 @@ RECIPES = {
     "cosine": replace(BASE, schedule="cosine", warmup=7),
     "linear": replace(BASE, schedule="linear", warmup=4),
 }
+# As little as changes a loss by more than the rule.
 WRONG = [
     ("sgd", {"momentum": 0.8999}),
     ("sgd", {"weight_decay": 0.0501}),
@@ -39,9 +40,8 @@ WRONG = [
 
 def trained(recipe):
     sides = nnx.Linear(3, 2, rngs=nnx.Rngs(0)), torch.nn.Linear(3, 2)
-    return compare(
-        *sides, [(5, 3)], layout="torch", checks=["training"], recipe=recipe, locate=False
-    )
+    options = {"layout": "torch", "checks": ["training"], "locate": False}
+    return compare(*sides, [(5, 3)], recipe=recipe, **options)
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -54,34 +54,48 @@ def test_both_sides_take_the_same_steps(name):
     assert losses[-1] < losses[0]
 
 
-@pytest.mark.parametrize(
-    ("name", "change"),
-    WRONG,
-    ids=lambda value: value if isinstance(value, str) else "-".join(value),
-)
+def title(value):
+    return value if isinstance(value, str) else "-".join(value)
+
+
+@pytest.mark.parametrize(("name", "change"), WRONG, ids=title)
 def test_every_hyper_parameter_is_felt(name, change, monkeypatch):
+    # PyTorch keeps the recipe.
     other = replace(RECIPES[name], **change).optax()
     monkeypatch.setattr(Recipe, "optax", lambda self: other)
     assert not trained(RECIPES[name]).passed
 
 
 def rates_of(scheduler, **options):
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=BASE.learning_rate)
-    schedule, rates = scheduler(optimizer, **options), []
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([parameter], lr=BASE.learning_rate)
+    schedule = scheduler(optimizer, **options)
+    rates = []
     for _ in range(STEPS):
         rates += schedule.get_last_lr()
+        # PyTorch warns of a schedule whose optimizer takes no step.
         optimizer.step()
         schedule.step()
     return rates
 
 
-def test_schedules_are_those_of_torch():
-    cosine = rates_of(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=STEPS)
-    linear = rates_of(
-        torch.optim.lr_scheduler.LinearLR, start_factor=1.0, end_factor=0.0, total_iters=STEPS
-    )
-    assert replace(BASE, schedule="cosine").rates() == pytest.approx(cosine)
-    assert replace(BASE, schedule="linear").rates() == pytest.approx(linear)
+SCHEDULES = {
+    "cosine": (torch.optim.lr_scheduler.CosineAnnealingLR, {"T_max": STEPS}),
+    "linear": (
+        torch.optim.lr_scheduler.LinearLR,
+        {"start_factor": 1.0, "end_factor": 0.0, "total_iters": STEPS},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_schedules_are_those_of_torch(name):
+    scheduler, options = SCHEDULES[name]
+    rates = replace(BASE, schedule=name).rates()
+    assert rates == pytest.approx(rates_of(scheduler, **options))
+
+
+def test_the_rate_rises_while_it_warms_up():
     warm = replace(BASE, schedule="cosine", warmup=4).rates()
     assert warm[:4] == pytest.approx([0.005, 0.01, 0.015, 0.02])
     assert warm[4] == BASE.learning_rate
@@ -89,24 +103,23 @@ def test_schedules_are_those_of_torch():
 
 
 def test_defaults_that_differ_are_named():
-    notes = {name: "\n".join(Recipe(name).notes()) for name in ("sgd", "adam", "adamw")}
-    assert (
-        "weight_decay is 0.0001 by default in optax.adamw and 0.01 in torch.optim.AdamW"
-        in notes["adamw"]
-    )
-    assert "weight_decay" not in notes["adam"] + notes["sgd"]
+    decay = "weight_decay is 0.0001 by default in optax.adamw and 0.01 in torch.optim.AdamW"
+    assert decay in "\n".join(Recipe("adamw").notes())
+    # The others decay nothing by default on either side.
+    others = [*Recipe("adam").notes(), *Recipe("sgd").notes()]
+    assert not any("weight_decay" in note for note in others)
     assert "both divide by the norm + 1e-6 here" in Recipe(clip_norm=1.0).notes()[-1]
     assert trained(Recipe(steps=1)).notes == Recipe().notes()
+
+
+NO_SCHEDULE = r"schedule must be one of 'constant', 'cosine', 'linear'; got 'step'"
 
 
 @pytest.mark.parametrize(
     ("options", "match"),
     [
         ({"optimizer": "lion"}, r"optimizer must be one of 'sgd', 'adam', 'adamw'; got 'lion'"),
-        (
-            {"schedule": "step"},
-            r"schedule must be one of 'constant', 'cosine', 'linear'; got 'step'",
-        ),
+        ({"schedule": "step"}, NO_SCHEDULE),
         ({"steps": 0}, r"steps must be a positive integer; got steps=0"),
     ],
 )
@@ -138,40 +151,48 @@ class TorchBranches(torch.nn.Module):
 
     def forward(self, x):
         column = torch.arange(5) == 1
-        return {"first": self.first(x), "second": self.second(x).masked_fill(column, -torch.inf)}
+        hidden = self.second(x).masked_fill(column, -torch.inf)
+        return {"first": self.first(x), "second": hidden}
 
 
-def test_every_output_is_trained():
-    recipe = Recipe(steps=STEPS, learning_rate=0.02)
+@pytest.fixture(scope="module")
+def branches():
     sides = Branches(), TorchBranches()
-    report = compare(*sides, [(7, 3)], checks=["training"], recipe=recipe, locate=False)
+    report = compare(*sides, [(7, 3)], checks=["training"], recipe=BASE, locate=False)
     assert report.passed, report.explain()
-    ours, theirs = report.pair.trained
+    return report.pair
+
+
+def test_every_output_is_trained(branches):
+    _, theirs = branches.trained
     for name in ("first.weight", "second.weight"):
-        start = report.pair.weights[name]
+        start = branches.weights[name]
         assert np.abs(theirs[name] - start).max() > 0.1
-    # A parameter without effect has a gradient of 0 on both sides, and decays.
-    start = report.pair.weights["unused.weight"]
-    decayed = start * (1 - recipe.learning_rate * recipe.weight_decay) ** STEPS
-    for trained in (ours, theirs):
-        assert trained["unused.weight"] == pytest.approx(decayed, rel=1e-12)
     # The elements that are not finite are left out of the loss.
     assert np.isfinite(theirs["loss"]).all()
 
 
+def test_a_parameter_without_effect_decays(branches):
+    # Its gradient is 0 on both sides.
+    factor = 1 - BASE.learning_rate * BASE.weight_decay
+    decayed = branches.weights["unused.weight"] * factor**STEPS
+    for trained in branches.trained:
+        assert trained["unused.weight"] == pytest.approx(decayed, rel=1e-12)
+
+
+@pytest.mark.usefixtures("usual_promotion")
 def test_what_is_not_trained_is_not_compared():
     options = {"use_running_average": True, "use_bias": False, "use_scale": False}
     ours = nnx.BatchNorm(3, epsilon=1e-5, momentum=0.9, rngs=nnx.Rngs(0), **options)
     theirs = torch.nn.BatchNorm1d(3, affine=False).eval()
-    # In train mode nnx.BatchNorm mixes dtypes.
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        report = compare(ours, theirs, [(5, 3)])
+    report = compare(ours, theirs, [(5, 3)])
     assert report.passed, report.explain()
     assert report.check("training").skipped == "no parameter is trained"
 
 
 @pytest.fixture
 def usual_promotion():
+    # In train mode nnx.BatchNorm mixes dtypes.
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
 
@@ -193,6 +214,7 @@ class WithAGradient(Normed):
     def __call__(self, x, dropout_key=None):
         output, mean = super().__call__(x)
         bias = self.fc.bias[...].sum()
+        # Zero, with a gradient.
         return output + 1e-6 * (bias - jax.lax.stop_gradient(bias)), mean
 
 
@@ -262,5 +284,6 @@ def test_each_step_begins_with_the_state_that_the_last_one_left():
     checks = ["forward", "twice", "training"]
     report = compare(Average(), theirs, [(7, 5)], checks=checks, locate=False)
     assert report.passed, report.explain()
+    # A rate of the average is felt as well, which the first step does not show.
     report = compare(Average(rate=0.11), theirs, [(7, 5)], checks=["training"], locate=False)
     assert not report.passed
