@@ -25,6 +25,7 @@ def linear_without_bias(size: Size) -> Sides:
 
 def linear_of_many_tokens(size: Size) -> Sides:
     """The pair whose bias sums over most tokens: 2,048 at the largest size."""
+    # Few inputs: what is tested is the sum over tokens.
     ours = nnx.Linear(8, size.out, rngs=rngs())
     return Sides(ours, torch.nn.Linear(8, size.out), [(2, 32 * size.heads**2 // 2, 8)])
 
@@ -48,10 +49,12 @@ class _TorchTwoHeads(torch.nn.Module):
         return self.a(x), self.b(x)
 
 
+# Outputs of different widths, which cannot be swapped.
 def two_outputs(size: Size) -> Sides:
     return Sides(_TwoHeads(size), _TorchTwoHeads(size), [size.sequence])
 
 
+# A parameter whose gradient is 0 in JAX is without one in PyTorch.
 class _Unused(nnx.Module):
     def __init__(self, size: Size):
         self.used = nnx.Linear(size.width, size.out, rngs=rngs())
@@ -80,6 +83,7 @@ def general_linear(size: Size) -> Sides:
     ours = nnx.LinearGeneral((size.heads, size.width), size.out, axis=(-2, -1), rngs=rngs())
     theirs = torch.nn.Linear(size.heads * size.width, size.out)
     inputs = [(size.batch, size.tokens, size.heads, size.width)]
+    # PyTorch's layer takes one axis, so that heads and their width are joined before it.
     flattened = {"torch_call": lambda layer, x: layer(x.flatten(-2))}
     return Sides(ours, theirs, inputs, flattened)
 
@@ -94,6 +98,7 @@ class _Tied(nnx.Module):
         self.table = nnx.Embed(size.out, size.width, rngs=rngs())
 
     def __call__(self, ids):
+        # One table is used twice, so that two gradients are added.
         return self.table.attend(jnp.tanh(self.table(ids)))
 
 
@@ -171,6 +176,7 @@ ACTIVATIONS = {
 
 
 def layer_norm(size: Size) -> Sides:
+    # The epsilon and the variance of PyTorch: Flax's own are 1e-6 and E[x^2] - E[x]^2.
     ours = nnx.LayerNorm(size.width, epsilon=1e-5, use_fast_variance=False, rngs=rngs())
     return Sides(ours, torch.nn.LayerNorm(size.width), [size.sequence])
 
@@ -197,6 +203,7 @@ def batch_norm_in_eval(size: Size) -> Sides:
 def instance_norm(size: Size) -> Sides:
     options = {"epsilon": 1e-5, "use_fast_variance": False}
     ours = nnx.InstanceNorm(size.channels, **options, rngs=rngs())
+    # PyTorch has no parameters here unless asked for.
     theirs = torch.nn.InstanceNorm2d(size.channels, affine=True)
     return Sides(ours, theirs.eval(), [size.image], IMAGES)
 

@@ -13,6 +13,7 @@ KEY = jax.random.key(0)
 
 
 def _over_tokens(layer, x):
+    # Once for examples, once for tokens: the layer takes a vector.
     return jax.vmap(jax.vmap(layer))(x)
 
 
@@ -35,12 +36,11 @@ def equinox_linear(size: Size) -> Sides:
 
 
 def equinox_mlp(size: Size) -> Sides:
-    ours = equinox.nn.MLP(size.width, size.out, 2 * size.width, 1, key=KEY)
-    theirs = torch.nn.Sequential(
-        torch.nn.Linear(size.width, 2 * size.width),
-        torch.nn.ReLU(),
-        torch.nn.Linear(2 * size.width, size.out),
-    )
+    width, hidden = size.width, 2 * size.width
+    ours = equinox.nn.MLP(width, size.out, hidden, 1, key=KEY)
+    up = torch.nn.Linear(width, hidden)
+    down = torch.nn.Linear(hidden, size.out)
+    theirs = torch.nn.Sequential(up, torch.nn.ReLU(), down)
     return Sides(ours, theirs, [size.sequence], TOKENS)
 
 
@@ -62,19 +62,26 @@ def equinox_convolution(size: Size) -> Sides:
 
 
 def equinox_average_pool(size: Size) -> Sides:
+    # Without parameters the harness takes a function, here one over the batch.
     pool = equinox.nn.AvgPool2d(2, 2)
     inputs = [_first(size.image)]
     return Sides(lambda x: jax.vmap(pool)(x), torch.nn.AvgPool2d(2), inputs)
 
 
+GRU = Layout(
+    (
+        Rule(("weight_ih",), "weight_ih"),
+        Rule(("weight_hh",), "weight_hh"),
+        Rule(("bias",), "bias_ih"),
+        Rule(("bias_n",), "bias_hn"),
+    )
+)
+
+
 def equinox_gru_cell(size: Size) -> Sides:
     ours = equinox.nn.GRUCell(size.width, size.out, key=KEY)
-    rules = [Rule((name,), name) for name in ("weight_ih", "weight_hh")]
-    rules.append(Rule(("bias",), "bias_ih"))
-    rules.append(Rule(("bias_n",), "bias_hn"))
-    inputs = [(size.batch, size.width), (size.batch, size.out)]
-    options = {"layout": Layout(tuple(rules)), **EXAMPLES}
-    return Sides(ours, _Gru(size), inputs, options)
+    options = {"layout": GRU, **EXAMPLES}
+    return Sides(ours, _Gru(size), [size.vectors, size.states], options)
 
 
 class _Gru(torch.nn.Module):
@@ -83,10 +90,12 @@ class _Gru(torch.nn.Module):
     def __init__(self, size: Size):
         super().__init__()
         cell = torch.nn.GRUCell(size.width, size.out)
+        # The cell draws them, and its second bias is left out.
         self.weight_ih, self.weight_hh, self.bias_ih = cell.weight_ih, cell.weight_hh, cell.bias_ih
         self.bias_hn = torch.nn.Parameter(torch.zeros(size.out))
 
     def forward(self, x, hidden):
+        # Only the new state has a bias of its own; for both gates one bias is enough.
         bias = torch.cat([torch.zeros(2 * len(self.bias_hn), dtype=x.dtype), self.bias_hn])
         return torch.gru_cell(x, hidden, self.weight_ih, self.weight_hh, self.bias_ih, bias)
 

@@ -10,12 +10,18 @@ from flax import nnx
 from parity_tests.right_pairs.pairs import IMAGES, Build, Sides, Size, channels_first, rngs
 
 
+def _conv(d_in: int, d_out: int, width: int = 3, **options) -> nnx.Conv:
+    """Return a convolution of square windows, padded so that the image keeps its size."""
+    # Flax's own padding, 'SAME', lies elsewhere than PyTorch's where strides are 2.
+    return nnx.Conv(d_in, d_out, (width, width), padding=width // 2, rngs=rngs(), **options)
+
+
 class _ConvNormRelu(nnx.Module):
     def __init__(self, size: Size):
-        self.conv = nnx.Conv(size.channels, size.channels, (3, 3), padding=1, rngs=rngs())
-        self.norm = nnx.BatchNorm(
-            size.channels, use_running_average=True, epsilon=1e-5, momentum=0.9, rngs=rngs()
-        )
+        self.conv = _conv(size.channels, size.channels)
+        # PyTorch's momentum of 0.1 is the share of the new batch, Flax's that of the old ones.
+        options = {"use_running_average": True, "epsilon": 1e-5, "momentum": 0.9}
+        self.norm = nnx.BatchNorm(size.channels, **options, rngs=rngs())
 
     def __call__(self, x):
         return jax.nn.relu(self.norm(self.conv(x)))
@@ -37,7 +43,7 @@ def conv_norm_relu(size: Size) -> Sides:
 
 class _Classifier(nnx.Module):
     def __init__(self, size: Size):
-        self.conv = nnx.Conv(size.channels, size.channels, (3, 3), padding=1, rngs=rngs())
+        self.conv = _conv(size.channels, size.channels)
         self.head = nnx.Linear(size.channels, size.out, rngs=rngs())
 
     def __call__(self, x):
@@ -63,10 +69,10 @@ class _Residual(nnx.Module):
 
     def __init__(self, size: Size):
         self.norm1 = self._norm(size)
-        self.conv1 = nnx.Conv(size.channels, size.channels, (3, 3), padding=1, rngs=rngs())
+        self.conv1 = _conv(size.channels, size.channels)
         self.time = nnx.Linear(size.width, size.channels, rngs=rngs())
         self.norm2 = self._norm(size)
-        self.conv2 = nnx.Conv(size.channels, size.channels, (3, 3), padding=1, rngs=rngs())
+        self.conv2 = _conv(size.channels, size.channels)
 
     @staticmethod
     def _norm(size: Size):
@@ -90,6 +96,7 @@ class _TorchResidual(torch.nn.Module):
 
     def forward(self, x, time):
         silu = torch.nn.functional.silu
+        # The time is added to channels that are first, in Flax to those that are last.
         x = x.movedim(-1, 1).contiguous()
         hidden = self.conv1(silu(self.norm1(x)))
         hidden = hidden + self.time(silu(time))[:, :, None, None]
@@ -129,9 +136,8 @@ def squeeze_excite(size: Size) -> Sides:
 
 class _PatchEmbedding(nnx.Module):
     def __init__(self, size: Size):
-        self.project = nnx.Conv(
-            size.channels, size.width, (2, 2), strides=2, padding="VALID", rngs=rngs()
-        )
+        options = {"strides": 2, "padding": "VALID"}
+        self.project = nnx.Conv(size.channels, size.width, (2, 2), **options, rngs=rngs())
         patches = size.pixels * (size.pixels - 2) // 4
         self.positions = nnx.Param(jnp.zeros((1, patches + 1, size.width)))
         self.cls = nnx.Param(jnp.zeros((1, 1, size.width)))
@@ -139,7 +145,9 @@ class _PatchEmbedding(nnx.Module):
     def __call__(self, x):
         patches = self.project(x).reshape(len(x), -1, self.cls.shape[-1])
         first = jnp.broadcast_to(self.cls[...], (len(x), 1, self.cls.shape[-1]))
-        return jnp.concatenate([first.astype(x.dtype), patches], 1) + self.positions[...]
+        # A float32 parameter would widen what is concatenated with it.
+        first = first.astype(x.dtype)
+        return jnp.concatenate([first, patches], 1) + self.positions[...]
 
 
 class _TorchPatchEmbedding(torch.nn.Module):
@@ -164,11 +172,12 @@ class _UNet(nnx.Module):
 
     def __init__(self, size: Size):
         few, many = size.channels, 2 * size.channels
-        self.inner = nnx.Conv(few, few, (3, 3), padding=1, rngs=rngs())
-        self.down = nnx.Conv(few, many, (3, 3), strides=2, padding=1, rngs=rngs())
+        self.inner = _conv(few, few)
+        self.down = _conv(few, many, strides=2)
+        # Else the kernel is that of PyTorch turned around.
         options = {"strides": 2, "padding": "SAME", "transpose_kernel": True}
         self.up = nnx.ConvTranspose(many, few, (4, 4), **options, rngs=rngs())
-        self.last = nnx.Conv(many, size.out, (3, 3), padding=1, rngs=rngs())
+        self.last = _conv(many, size.out)
 
     def __call__(self, x):
         skip = jax.nn.relu(self.inner(x))
@@ -196,11 +205,8 @@ def u_net(size: Size) -> Sides:
 
 
 class _ConvNeXt(nnx.Module):
-    def __init__(self, size: Size):
-        width = size.channels
-        self.depthwise = nnx.Conv(
-            width, width, (7, 7), padding=3, feature_group_count=width, rngs=rngs()
-        )
+    def __init__(self, width: int):
+        self.depthwise = _conv(width, width, 7, feature_group_count=width)
         self.norm = nnx.LayerNorm(width, epsilon=1e-6, use_fast_variance=False, rngs=rngs())
         self.expand = nnx.Linear(width, 4 * width, rngs=rngs())
         self.project = nnx.Linear(4 * width, width, rngs=rngs())
@@ -213,9 +219,8 @@ class _ConvNeXt(nnx.Module):
 
 
 class _TorchConvNeXt(torch.nn.Module):
-    def __init__(self, size: Size):
+    def __init__(self, width: int):
         super().__init__()
-        width = size.channels
         self.depthwise = torch.nn.Conv2d(width, width, 7, padding=3, groups=width)
         self.norm = torch.nn.LayerNorm(width, eps=1e-6)
         self.expand = torch.nn.Linear(width, 4 * width)
@@ -223,12 +228,13 @@ class _TorchConvNeXt(torch.nn.Module):
         self.gamma = torch.nn.Parameter(torch.ones(width))
 
     def forward(self, x):
+        # Only the convolution sees channels first.
         hidden = self.expand(self.norm(channels_first(self.depthwise, x)))
         return x + self.gamma * self.project(torch.nn.functional.gelu(hidden))
 
 
 def convnext_block(size: Size) -> Sides:
-    return Sides(_ConvNeXt(size), _TorchConvNeXt(size), [size.image])
+    return Sides(_ConvNeXt(size.channels), _TorchConvNeXt(size.channels), [size.image])
 
 
 LAYERS: tuple[Build, ...] = (

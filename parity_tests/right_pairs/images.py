@@ -62,6 +62,7 @@ def causal_convolution(size: Size) -> Sides:
     ours = nnx.Conv(size.width, size.out, (4,), padding="CAUSAL", rngs=rngs())
 
     def causal(layer, x):
+        # Only in front: no output sees what comes after it.
         padded = torch.nn.functional.pad(x.movedim(-1, 1), (3, 0))
         return layer(padded).movedim(1, -1)
 
@@ -72,6 +73,7 @@ def causal_convolution(size: Size) -> Sides:
 def convolution_of_volumes(size: Size) -> Sides:
     ours = nnx.Conv(size.heads, size.out, (3, 3, 3), padding=1, rngs=rngs())
     theirs = torch.nn.Conv3d(size.heads, size.out, 3, padding=1)
+    # Three sides that differ, and smaller than those of images: volumes take long.
     depth = size.pixels // 2
     inputs = [(size.batch, depth, depth + 1, depth - 1, size.heads)]
     return Sides(ours, theirs, inputs, IMAGES)
@@ -79,12 +81,14 @@ def convolution_of_volumes(size: Size) -> Sides:
 
 def transposed_convolution(size: Size) -> Sides:
     options = {"strides": 2, "padding": "SAME", "transpose_kernel": True}
+    # With strides of 2, 'SAME' is a padding of 1 in PyTorch where kernels are 4 wide.
     ours = nnx.ConvTranspose(size.channels, size.out, (4, 4), **options, rngs=rngs())
     theirs = torch.nn.ConvTranspose2d(size.channels, size.out, 4, stride=2, padding=1)
     return Sides(ours, theirs, [size.image], IMAGES)
 
 
 def _pool(ours, theirs, size: Size) -> Sides:
+    # A function of one argument, as partial objects have no signature of the pool's input.
     return Sides(lambda x: ours(x), theirs, [size.image], IMAGES)
 
 

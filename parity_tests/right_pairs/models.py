@@ -20,18 +20,18 @@ def gpt2(size: Size) -> Sides:
         n_layer=2,
         n_positions=256,
         vocab_size=size.out,
+        # Its own ids are outside of this small vocabulary.
         bos_token_id=0,
         eos_token_id=1,
     )
-    ours = models.GPT2Config(
-        size.width, size.heads, num_layers=2, context_length=256, vocab_size=size.out
-    )
+    sizes = {"num_layers": 2, "context_length": 256, "vocab_size": size.out}
+    ours = models.GPT2Config(size.width, size.heads, **sizes)
 
     def logits(model, ids):
         return model(ids).logits
 
-    sides = models.GPT2(ours, rngs=rngs()), transformers.GPT2LMHeadModel(config).eval()
-    return Sides(*sides, [_ids(size)], {"torch_call": logits})
+    theirs = transformers.GPT2LMHeadModel(config).eval()
+    return Sides(models.GPT2(ours, rngs=rngs()), theirs, [_ids(size)], {"torch_call": logits})
 
 
 def bert(size: Size) -> Sides:

@@ -37,11 +37,29 @@ class Size:
         return self.batch, self.tokens, self.width
 
     @property
+    def vectors(self) -> tuple[int, int]:
+        """The shape of one token of each example."""
+        return self.batch, self.width
+
+    @property
+    def states(self) -> tuple[int, int]:
+        """The shape of the states of a recurrent cell."""
+        return self.batch, self.out
+
+    @property
+    def memory(self) -> tuple[int, int, int]:
+        """The shape of the tokens of an encoder."""
+        # As many as in the sequence would hide keys that are taken for queries.
+        return self.batch, self.tokens + 2, self.width
+
+    @property
     def image(self) -> tuple[int, int, int, int]:
         """The shape of images, channels last."""
+        # Not square, or swapped axes would stay unseen.
         return self.batch, self.pixels, self.pixels - 2, self.channels
 
 
+# The largest has sums over a few thousand terms, where rounding in bfloat16 shows.
 SIZES = {
     "small": Size(batch=2, tokens=5, width=12, out=7, heads=3, pixels=10, channels=6),
     "medium": Size(batch=3, tokens=32, width=16, out=11, heads=4, pixels=18, channels=8),
@@ -76,6 +94,7 @@ def rngs() -> nnx.Rngs:
 
 def channels_first(layer: Any, x: Any) -> Any:
     """Call a PyTorch layer on images, or on rows, whose channels are last."""
+    # Without a copy PyTorch takes its kernels for channels that are last in memory.
     return layer(x.movedim(-1, 1).contiguous()).movedim(1, -1)
 
 

@@ -12,20 +12,36 @@ from einops import rearrange
 from flax import nnx
 
 from parity_tests.right_pairs.pairs import Build, Sides, Size, rngs
-from parity_tests.right_pairs.tokens import attention
+from parity_tests.right_pairs.tokens import attention, later_tokens
 
 
 def _norm(width: int) -> nnx.LayerNorm:
+    # PyTorch's epsilon. The fast variance cancels: E[x^2] - E[x]^2.
     return nnx.LayerNorm(width, epsilon=1e-5, use_fast_variance=False, rngs=rngs())
 
 
-class _EncoderBlock(nnx.Module):
-    def __init__(self, size: Size, pre_norm: bool):
-        self.pre_norm = pre_norm
+def _linear(d_in: int, d_out: int, bias: bool = True) -> nnx.Linear:
+    return nnx.Linear(d_in, d_out, use_bias=bias, rngs=rngs())
+
+
+class _Block(nnx.Module):
+    """What the layers of an encoder and of a decoder share, under PyTorch's names."""
+
+    def __init__(self, size: Size):
         self.self_attn = attention(size)
-        self.linear1 = nnx.Linear(size.width, 2 * size.width, rngs=rngs())
-        self.linear2 = nnx.Linear(2 * size.width, size.width, rngs=rngs())
-        self.norm1, self.norm2 = _norm(size.width), _norm(size.width)
+        self.linear1 = _linear(size.width, 2 * size.width)
+        self.linear2 = _linear(2 * size.width, size.width)
+        self.norm1 = _norm(size.width)
+        self.norm2 = _norm(size.width)
+
+    def feed_forward(self, x):
+        return self.linear2(jax.nn.relu(self.linear1(x)))
+
+
+class _EncoderBlock(_Block):
+    def __init__(self, size: Size, pre_norm: bool):
+        super().__init__(size)
+        self.pre_norm = pre_norm
 
     def __call__(self, x):
         if self.pre_norm:
@@ -34,9 +50,6 @@ class _EncoderBlock(nnx.Module):
         x = self.norm1(x + self.self_attn(x))
         return self.norm2(x + self.feed_forward(x))
 
-    def feed_forward(self, x):
-        return self.linear2(jax.nn.relu(self.linear1(x)))
-
 
 def _encoder_block(size: Size, pre_norm: bool) -> Sides:
     options = {"batch_first": True, "norm_first": pre_norm, "dim_feedforward": 2 * size.width}
@@ -44,41 +57,39 @@ def _encoder_block(size: Size, pre_norm: bool) -> Sides:
     return Sides(_EncoderBlock(size, pre_norm), theirs, [size.sequence])
 
 
-class _DecoderBlock(nnx.Module):
+class _DecoderBlock(_Block):
     def __init__(self, size: Size):
-        self.self_attn = attention(size)
+        super().__init__(size)
         self.multihead_attn = attention(size)
-        self.linear1 = nnx.Linear(size.width, 2 * size.width, rngs=rngs())
-        self.linear2 = nnx.Linear(2 * size.width, size.width, rngs=rngs())
-        self.norm1 = _norm(size.width)
-        self.norm2 = _norm(size.width)
         self.norm3 = _norm(size.width)
 
     def __call__(self, x, memory):
-        x = self.norm1(x + self.self_attn(x, mask=nnx.make_causal_mask(x[..., 0])))
+        visible = nnx.make_causal_mask(x[..., 0])
+        x = self.norm1(x + self.self_attn(x, mask=visible))
         x = self.norm2(x + self.multihead_attn(x, memory))
-        return self.norm3(x + self.linear2(jax.nn.relu(self.linear1(x))))
+        return self.norm3(x + self.feed_forward(x))
 
 
 def decoder_block(size: Size) -> Sides:
     options = {"batch_first": True, "dim_feedforward": 2 * size.width}
     theirs = torch.nn.TransformerDecoderLayer(size.width, size.heads, **options).eval()
+    inputs = [size.sequence, size.memory]
+    return Sides(_DecoderBlock(size), theirs, inputs, {"torch_call": _decode})
 
-    def call(layer, x, memory):
-        hidden = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
-        return layer(x, memory, tgt_mask=hidden)
 
-    inputs = [size.sequence, (size.batch, size.tokens + 2, size.width)]
-    return Sides(_DecoderBlock(size), theirs, inputs, {"torch_call": call})
+def _decode(layer, x, memory):
+    # Asked for nothing, PyTorch's layer hides no token.
+    return layer(x, memory, tgt_mask=later_tokens(x))
 
 
 class _Mlp(nnx.Module):
     def __init__(self, size: Size):
         self.norm = _norm(size.width)
-        self.up = nnx.Linear(size.width, 4 * size.width, rngs=rngs())
-        self.down = nnx.Linear(4 * size.width, size.width, rngs=rngs())
+        self.up = _linear(size.width, 4 * size.width)
+        self.down = _linear(4 * size.width, size.width)
 
     def __call__(self, x):
+        # Without a choice Flax takes the approximation by tanh.
         hidden = jax.nn.gelu(self.up(self.norm(x)), approximate=False)
         return x + self.down(hidden)
 
@@ -100,10 +111,11 @@ def residual_mlp(size: Size) -> Sides:
 
 class _SwiGlu(nnx.Module):
     def __init__(self, size: Size):
+        # An odd width tells the hidden layer from the others.
         hidden = 2 * size.width + 1
-        self.gate = nnx.Linear(size.width, hidden, use_bias=False, rngs=rngs())
-        self.up = nnx.Linear(size.width, hidden, use_bias=False, rngs=rngs())
-        self.down = nnx.Linear(hidden, size.width, use_bias=False, rngs=rngs())
+        self.gate = _linear(size.width, hidden, bias=False)
+        self.up = _linear(size.width, hidden, bias=False)
+        self.down = _linear(hidden, size.width, bias=False)
 
     def __call__(self, x):
         return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
@@ -130,12 +142,13 @@ class _Mixer(nnx.Module):
 
     def __init__(self, size: Size):
         self.norm1, self.norm2 = _norm(size.width), _norm(size.width)
-        self.tokens1 = nnx.Linear(size.tokens, size.out, rngs=rngs())
-        self.tokens2 = nnx.Linear(size.out, size.tokens, rngs=rngs())
-        self.channels1 = nnx.Linear(size.width, 2 * size.width, rngs=rngs())
-        self.channels2 = nnx.Linear(2 * size.width, size.width, rngs=rngs())
+        self.tokens1 = _linear(size.tokens, size.out)
+        self.tokens2 = _linear(size.out, size.tokens)
+        self.channels1 = _linear(size.width, 2 * size.width)
+        self.channels2 = _linear(2 * size.width, size.width)
 
     def __call__(self, x):
+        # Tokens are last, so that a linear layer mixes them.
         mixed = jnp.swapaxes(self.norm1(x), 1, 2)
         mixed = self.tokens2(jax.nn.relu(self.tokens1(mixed)))
         x = x + jnp.swapaxes(mixed, 1, 2)
@@ -189,61 +202,80 @@ def _heads(qkv, heads: int):
     return rearrange(qkv, "w t (three n h) -> three w n t h", three=3, n=heads)
 
 
-class _Swin(nnx.Module):
+def _joined(values):
+    return rearrange(values, "w n t h -> w t (n h)")
+
+
+def _bias_of_offsets(table):
+    # Each pair of pixels takes the row of its offset: rows are used several times.
+    return rearrange(table[OFFSETS], "t s n -> 1 n t s")
+
+
+class _WindowAttention(nnx.Module):
+    """Attention within windows, as Swin has it."""
+
     def __init__(self, size: Size):
         self.heads = size.heads
-        self.norm1 = _norm(size.width)
-        self.norm2 = _norm(size.width)
-        self.qkv = nnx.Linear(size.width, 3 * size.width, rngs=rngs())
-        self.proj = nnx.Linear(size.width, size.width, rngs=rngs())
+        self.qkv = _linear(size.width, 3 * size.width)
+        self.proj = _linear(size.width, size.width)
         self.table = nnx.Param(jnp.zeros((SPAN**2, size.heads)))
-        self.fc1 = nnx.Linear(size.width, 2 * size.width, rngs=rngs())
-        self.fc2 = nnx.Linear(2 * size.width, size.width, rngs=rngs())
 
     def __call__(self, x):
-        x = x + self.attend(self.norm1(x))
-        return x + self.fc2(jax.nn.gelu(self.fc1(self.norm2(x)), approximate=False))
-
-    def attend(self, x):
         q, k, v = _heads(self.qkv(_windows(x)), self.heads)
-        q = q * q.shape[-1] ** -0.5
-        bias = rearrange(self.table[...][OFFSETS], "t s n -> 1 n t s")
-        scores = q @ k.mT + bias
+        bias = _bias_of_offsets(self.table[...])
+        scores = q * q.shape[-1] ** -0.5 @ k.mT + bias
         # The softmax of PyTorch adds up lower dtypes in float32.
         wide = scores.astype(jnp.promote_types(x.dtype, jnp.float32))
         weights = jax.nn.softmax(wide).astype(x.dtype)
-        found = rearrange(weights @ v, "w n t h -> w t (n h)")
-        return _image(self.proj(found), x)
+        return _image(self.proj(_joined(weights @ v)), x)
+
+
+class _Swin(nnx.Module):
+    def __init__(self, size: Size):
+        self.norm1 = _norm(size.width)
+        self.norm2 = _norm(size.width)
+        self.attention = _WindowAttention(size)
+        self.fc1 = _linear(size.width, 2 * size.width)
+        self.fc2 = _linear(2 * size.width, size.width)
+
+    def __call__(self, x):
+        x = x + self.attention(self.norm1(x))
+        hidden = jax.nn.gelu(self.fc1(self.norm2(x)), approximate=False)
+        return x + self.fc2(hidden)
+
+
+class _TorchWindowAttention(torch.nn.Module):
+    def __init__(self, size: Size):
+        super().__init__()
+        self.heads = size.heads
+        self.qkv = torch.nn.Linear(size.width, 3 * size.width)
+        self.proj = torch.nn.Linear(size.width, size.width)
+        self.table = torch.nn.Parameter(torch.zeros(SPAN**2, size.heads))
+
+    def forward(self, x):
+        q, k, v = _heads(self.qkv(_windows(x)), self.heads)
+        bias = _bias_of_offsets(self.table)
+        scores = q * q.shape[-1] ** -0.5 @ k.mT + bias
+        weights = scores.softmax(-1)
+        return _image(self.proj(_joined(weights @ v)), x)
 
 
 class _TorchSwin(torch.nn.Module):
     def __init__(self, size: Size):
         super().__init__()
-        self.heads = size.heads
-        self.norm1 = torch.nn.LayerNorm(size.width)
-        self.norm2 = torch.nn.LayerNorm(size.width)
-        self.qkv = torch.nn.Linear(size.width, 3 * size.width)
-        self.proj = torch.nn.Linear(size.width, size.width)
-        self.table = torch.nn.Parameter(torch.zeros(SPAN**2, size.heads))
+        self.norm1, self.norm2 = torch.nn.LayerNorm(size.width), torch.nn.LayerNorm(size.width)
+        self.attention = _TorchWindowAttention(size)
         self.fc1 = torch.nn.Linear(size.width, 2 * size.width)
         self.fc2 = torch.nn.Linear(2 * size.width, size.width)
 
     def forward(self, x):
-        x = x + self.attend(self.norm1(x))
-        return x + self.fc2(torch.nn.functional.gelu(self.fc1(self.norm2(x))))
-
-    def attend(self, x):
-        q, k, v = _heads(self.qkv(_windows(x)), self.heads)
-        q = q * q.shape[-1] ** -0.5
-        offsets = torch.from_numpy(OFFSETS)
-        bias = rearrange(self.table[offsets], "t s n -> 1 n t s")
-        scores = q @ k.mT + bias
-        weights = scores.softmax(-1)
-        found = rearrange(weights @ v, "w n t h -> w t (n h)")
-        return _image(self.proj(found), x)
+        x = x + self.attention(self.norm1(x))
+        hidden = torch.nn.functional.gelu(self.fc1(self.norm2(x)))
+        return x + self.fc2(hidden)
 
 
 def swin_block(size: Size) -> Sides:
+    # Even sides, which windows of two pixels divide.
     shape = (*size.image[:3], size.width)
     return Sides(_Swin(size), _TorchSwin(size), [shape])
 
