@@ -40,7 +40,7 @@ def gpt2_in_steps(layer, x):
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 def test_gpt2(implementation, checks):
     def call(layer, x):
-        # Without its model, which gives the mask, only the other one is causal.
+        # The eager one is causal only by the mask that its model gives.
         hidden = later(x) if implementation == "eager" else None
         return layer(x, attention_mask=hidden)[0]
 
@@ -166,7 +166,7 @@ def test_bert(checks):
     calls = {"flax_call": padded, "torch_call": bert_padded}
     options = {"layout": "hf_bert", "locate": False, **calls}
     assert_parity(*sides, INPUTS, checks=(*checks.core, "padded rows"), **options)
-    # It adds to the scores, and NaN plus minus infinity is NaN.
+    # A weight of 0 times a value of NaN is NaN.
     report = compare(*sides, INPUTS, checks=["non-finite padding"], **options)
     assert "PyTorch lets padding reach real tokens of output" in report.explain()
 
