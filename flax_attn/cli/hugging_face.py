@@ -6,10 +6,7 @@ import difflib
 import importlib
 import re
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from typing import Any
-from unittest import mock
 
 from flax_attn.cli.guard import UsageError
 from flax_attn.cli.specs import CannotCompareError
@@ -104,6 +101,9 @@ def _built(kind: str, config_class: Any) -> Any:
     from transformers import AutoModel, AutoModelForCausalLM
     from transformers.models.auto import modeling_auto
 
+    from flax_attn.parity.adapters.adapter import Float32
+    from flax_attn.parity.adapters.torch_float32 import reading
+
     config = config_class(**_small(config_class))
     if hasattr(config, "use_cache"):
         config.use_cache = False
@@ -112,15 +112,10 @@ def _built(kind: str, config_class: Any) -> Any:
     decodes = kind in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     encodes = kind in modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
     auto = AutoModelForCausalLM if decodes and not encodes else AutoModel
+    importlib.import_module(auto._model_mapping[type(config)].__module__)
     # Tables of angles are computed once, in the constructor.
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        importlib.import_module(auto._model_mapping[type(config)].__module__)
-        with _in_float64(auto._model_mapping[type(config)].__module__):
-            return auto.from_config(config, dtype=torch.float64).eval()
-    finally:
-        torch.set_default_dtype(before)
+    with reading(Float32.NAMED):
+        return auto.from_config(config, dtype=torch.float64).eval()
 
 
 def _small(config_class: Any) -> dict[str, Any]:
@@ -146,43 +141,7 @@ def _small(config_class: Any) -> dict[str, Any]:
 
 
 def call(module: Any, *arguments: Any, **keywords: Any) -> Any:
-    """Return the logits of a model of transformers, or the last hidden state of one without.
-
-    Where its parameters are in float64, so is what its source names float32, such as a norm.
-    """
-    import torch
-
-    # Only in the run that is judged in float64; the lower dtypes are as they are used.
-    wide = next(module.parameters()).dtype == torch.float64
-    names = {type(part).__module__ for part in module.modules()} if wide else set()
-    with _in_float64(*names):
-        output = module(*arguments, **keywords)
+    """Return the logits of a model of transformers, or the last hidden state of one without."""
+    output = module(*arguments, **keywords)
     found = getattr(output, "logits", None)
     return output[0] if found is None else found
-
-
-@contextmanager
-def _in_float64(*names: str) -> Iterator[None]:
-    """Read float32 as float64 in modules of transformers.
-
-    Else norms, angles and softmax would round to float32, which differs between frameworks in the
-    last digit, and no port would be equal.
-    """
-    import torch
-
-    class Float64Torch:
-        float = float32 = torch.float64
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(torch, name)
-
-    own = [importlib.import_module(name) for name in names if name.startswith("transformers.")]
-    with ExitStack() as stack:
-        if own:
-            shared = importlib.import_module("transformers.modeling_rope_utils")
-            double = torch.Tensor.double
-            stack.enter_context(mock.patch.object(torch.Tensor, "float", double))
-            for module in (*own, shared):
-                if hasattr(module, "torch"):
-                    stack.enter_context(mock.patch.object(module, "torch", Float64Torch()))
-        yield

@@ -7,7 +7,7 @@ Where PyTorch does not, float32 that the port names is a difference.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator
 from itertools import product
 from typing import Any
 
@@ -18,80 +18,78 @@ from flax_attn.parity.adapters.adapter import AdapterError, Arrays, Float32, Not
 from flax_attn.parity.adapters.jax_adapter import JaxAdapter
 from flax_attn.parity.pair import Pair
 
-# How JAX and how PyTorch read float32.
-Readings = tuple[Float32, Float32]
+# The outputs of one side by how float32 is read; None where the call raises.
+Outputs = Callable[[Float32], Arrays | None]
 PLAIN = Float32.AS_WRITTEN
-# Another reading is better where the outputs differ by so much less, and as good by so much more.
-CLEARLY = 0.1
-NEARLY = 1.01
 
 
 def choose_float32(pair: Pair) -> None:
-    """Have the runs in float64 read float32 so that the outputs agree, or that PyTorch's call runs.
+    """Have the runs in float64 read float32 so that the outputs agree.
 
-    Where no reading makes them agree, it is the one with which they differ least.
+    The first reading with which they agree is taken. Where none is found, it is the one that rounds
+    least: what both round is then left out of what differs.
     """
     # The adapters of tests, and recordings, read it in one way.
     if not hasattr(pair.own_torch, "float32") or not isinstance(pair.flax, JaxAdapter):
         return
-    ours = _outputs(pair, "flax", PLAIN)
-    theirs = {PLAIN: _outputs(pair, "torch", PLAIN)}
-    if _error(ours, theirs[PLAIN]) <= tolerance.FORWARD:
-        return
-    for kind in (Float32.BY_LIBRARY, Float32.NAMED):
-        theirs[kind] = _outputs(pair, "torch", kind)
-    flax, torch = PLAIN, _first_that_runs(theirs)
-    if ours is not None:
-        flax, torch = _best(pair, theirs, torch)
-    _read(pair, "flax", flax)
-    _read(pair, "torch", torch)
+    found: dict[tuple[str, Float32], Arrays | None] = {}
+
+    def ours(kind: Float32) -> Arrays | None:
+        return _outputs(pair, "flax", kind, found)
+
+    def theirs(kind: Float32) -> Arrays | None:
+        return _outputs(pair, "torch", kind, found)
+
+    chosen = PLAIN, _first_that_runs(theirs)
+    for flax, torch in _readings(pair, ours, theirs):
+        error = _error(ours(flax), theirs(torch))
+        if error is not None:
+            chosen = flax, torch
+            if error <= tolerance.FORWARD:
+                break
+    _read(pair, "flax", chosen[0])
+    _read(pair, "torch", chosen[1])
 
 
-def _first_that_runs(theirs: Mapping[Float32, Arrays | None]) -> Float32:
-    return next((kind for kind in Float32 if theirs[kind] is not None), PLAIN)
+def _first_that_runs(theirs: Outputs) -> Float32:
+    return next((kind for kind in Float32 if theirs(kind) is not None), PLAIN)
 
 
-def _best(pair: Pair, theirs: Mapping[Float32, Arrays | None], torch: Float32) -> Readings:
-    """Return the first readings with which the outputs agree, else those with the least error."""
-    chosen = PLAIN, torch
-    least = np.inf
-    for readings in _readings(pair, theirs):
-        flax, torch = readings
-        error = _error(_outputs(pair, "flax", flax), theirs[torch])
-        # Where the port differs in something else, what both round is left out of the report.
-        as_good = flax is not PLAIN and error <= NEARLY * least
-        if error < CLEARLY * least or (as_good and error < np.inf):
-            chosen = readings
-            least = error
-        if error <= tolerance.FORWARD:
-            break
-    return chosen
-
-
-def _readings(pair: Pair, theirs: Mapping[Float32, Arrays | None]) -> list[Readings]:
-    """Return what both sides may read as float64, the least first."""
+def _readings(pair: Pair, ours: Outputs, theirs: Outputs) -> Iterator[tuple[Float32, Float32]]:
+    """Yield what JAX and what PyTorch may read as float64, the least first."""
+    yield PLAIN, PLAIN
     kinds = list(Float32) if _makes_float32(theirs) else [PLAIN]
+    yield from product([PLAIN], kinds)
     flax: Any = pair.flax
-    if not flax.makes_float32(pair.uncompiled):
-        return list(product([PLAIN], kinds))
-    named = [(kind, kind) for kind in kinds if kind is Float32.NAMED]
-    return [*product([PLAIN, Float32.BY_LIBRARY], kinds), *named]
+    if ours(PLAIN) is None or not flax.makes_float32(pair.uncompiled):
+        return
+    yield from product([Float32.BY_LIBRARY], kinds)
+    # What the port names float32 is a difference, unless PyTorch computes so, too.
+    if Float32.NAMED in kinds:
+        yield Float32.NAMED, Float32.NAMED
 
 
-def _makes_float32(theirs: Mapping[Float32, Arrays | None]) -> bool:
+def _makes_float32(theirs: Outputs) -> bool:
     """Whether PyTorch computes something in float32 by itself."""
-    wide = theirs[Float32.NAMED]
-    return wide is not None and _error(theirs[PLAIN], wide) > 0
+    error = _error(theirs(PLAIN), theirs(Float32.NAMED))
+    return error is None or error > 0
 
 
-def _outputs(pair: Pair, framework: str, kind: Float32) -> Arrays | None:
-    """Return the outputs in float64 with this reading; None if the call raises."""
-    _read(pair, framework, kind)
-    try:
-        return pair.run(framework, pair.uncompiled).outputs
-    # What it raises is told where the module is called.
-    except (AdapterError, NotRun):
-        return None
+def _outputs(
+    pair: Pair,
+    framework: str,
+    kind: Float32,
+    found: dict[tuple[str, Float32], Arrays | None],
+) -> Arrays | None:
+    """Return the outputs in float64 with this reading, which are kept; None if the call raises."""
+    if (framework, kind) not in found:
+        _read(pair, framework, kind)
+        try:
+            found[framework, kind] = pair.run(framework, pair.uncompiled).outputs
+        # What it raises is told where the module is called.
+        except (AdapterError, NotRun):
+            found[framework, kind] = None
+    return found[framework, kind]
 
 
 def _read(pair: Pair, framework: str, kind: Float32) -> None:
@@ -106,10 +104,10 @@ def _read(pair: Pair, framework: str, kind: Float32) -> None:
         pair.flax = adapter.reading(kind)
 
 
-def _error(ours: Arrays | None, theirs: Arrays | None) -> float:
-    """Return the largest error of an output; infinity where they cannot be compared."""
+def _error(ours: Arrays | None, theirs: Arrays | None) -> float | None:
+    """Return the largest error of an output, infinite where shapes differ; None without outputs."""
     if ours is None or theirs is None:
-        return np.inf
+        return None
     try:
         errors = tolerance.relative(ours, theirs)
     except ValueError:

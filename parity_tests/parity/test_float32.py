@@ -88,6 +88,36 @@ def test_another_function_of_float32_is_different():
     assert found.torch.places[0].file.endswith("test_float32.py")
 
 
+class TorchSingleSoftmax(nn.Module):
+    """Softmax in float32, as the attention of many models has it."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        scores = self.linear(x)
+        return scores.float().softmax(-1).type_as(x) @ scores.mT
+
+
+class Softmax(nnx.Module):
+    def __init__(self, factor):
+        self.linear = nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0))
+        self.factor = factor
+
+    def __call__(self, x):
+        scores = self.linear(x)
+        return jax.nn.softmax(self.factor * scores) @ scores.T
+
+
+def test_float32_of_pytorch_is_not_named_beside_another_difference():
+    theirs = TorchSingleSoftmax().eval()
+    report = compare(Softmax(1.0), theirs, [(3, WIDTH)], checks=CHECKS)
+    assert report.passed
+    report = compare(Softmax(0.5), theirs, [(3, WIDTH)], checks=CHECKS)
+    assert report.causes == ["linear: flax multiplies by 0.5, torch by 1"]
+
+
 class TorchAttention(nn.Module):
     def __init__(self):
         super().__init__()
