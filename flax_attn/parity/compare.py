@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -20,6 +19,7 @@ from flax_attn.parity.journal import Journal
 from flax_attn.parity.loaded import loaded
 from flax_attn.parity.loosened import loosened
 from flax_attn.parity.mutants import Mutants, check_count, plant
+from flax_attn.parity.no_fault import set_aside
 from flax_attn.parity.one_pass import note_on_variance
 from flax_attn.parity.pair import Pair
 from flax_attn.parity.pair_modules import Layout, check_callable, pair_modules
@@ -29,10 +29,6 @@ from flax_attn.parity.training import Recipe
 if TYPE_CHECKING:
     from flax_attn.parity.trace.difference import Difference
 
-
-# A table in float32 is off by 1e-7 in numbers near 1, where the rule for outputs is 1e-12.
-TABLE_MARGIN = 1e-7
-ROUNDED = "beyond the digits of a table in float32, which the report names"
 
 # What the runs in float64 read in another way than it is written.
 FLOAT32 = {
@@ -224,9 +220,8 @@ def report_on(
             watch(LOCATING)
             with _promotion(pair):
                 difference = _located(pair, notes, found)
-        if _rounds_tables(found, difference):
-            found = list(_as_rounded(found))
         with _promotion(pair):
+            found = set_aside(pair, found, difference)
             planted = _planted(pair, checks, found, notes, mutants)
         return Report(
             name=name,
@@ -242,37 +237,6 @@ def report_on(
             coverage=coverage_of(pair, found),
             mutants=planted,
         )
-
-
-def _rounds_tables(checks: Sequence[Check], difference: Difference | None) -> bool:
-    """Whether all that fails are the last digits of tables that are built in float32.
-
-    The search has proven that the outputs are equal with the same numbers in these tables, and the
-    check in float32 that nothing else differs by as much as float32 rounds.
-    """
-    if difference is None or not difference.repaired:
-        return False
-    kinds = {found.parameter for found in difference.hypotheses}
-    by_name = {check.name: check for check in checks}
-    float32 = by_name.get("float32")
-    if kinds != {"rounding"} or float32 is None:
-        return False
-    margins = [check.margin for check in checks if check.failed]
-    return float32.ran and float32.passed and min(margins) >= TABLE_MARGIN
-
-
-def _as_rounded(checks: Sequence[Check]) -> Iterator[Check]:
-    """Yield checks, where those that fail hold to the digits of float32; one of them says so."""
-    failed = [check.name for check in checks if check.failed]
-    names = ", ".join(failed)
-    sentence = f"{names}: {ROUNDED}"
-    for check in checks:
-        if not check.failed:
-            yield check
-            continue
-        is_first = check.name == failed[0]
-        untested = (sentence,) if is_first else ()
-        yield replace(check, skipped=ROUNDED, untested=untested)
 
 
 def _planted(

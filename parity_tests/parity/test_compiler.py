@@ -92,6 +92,9 @@ def first_case():
 
 def test_the_first_known_fault_is_no_fault_of_the_port(first_case):
     assert [check.name for check in first_case.failed] == ["jit = eager"]
+    # A test of it fails, as what users run is wrong, and yet the port is not called different.
+    assert first_case.state == "equal where tested"
+    assert not first_case.passed
     (cause,) = first_case.causes
     assert cause.startswith("XLA miscompiles this at test_compiler.py:")
     assert "no fault of the port" in cause
@@ -145,6 +148,16 @@ def test_a_backward_pass_that_is_compiled_wrongly_is_found():
     found = report(wrong_backwards, torch.sin, (5, 3), checks=["forward", "gradients"])
     assert [check.name for check in found.failed] == ["gradients"]
     assert "planted" in wrongly_compiled(found).jaxpr
+    (untested, *_) = found.coverage.untested
+    assert untested.startswith("gradients: XLA computes it wrongly once it is compiled")
+
+
+def test_a_port_that_is_wrong_besides_is_different():
+    def twice_as_steep(x):
+        return wrong_backwards(2 * x) / 2
+
+    found = report(twice_as_steep, torch.sin, (5, 3), checks=["forward", "gradients"])
+    assert found.state == "different"
 
 
 def test_what_is_wrong_inside_a_loop_is_said_but_not_reduced():
