@@ -95,6 +95,87 @@ class WeightsThatAreNotNormalised:
         return sum(w * one for w, one in zip(weights.unbind(-1), y.unbind(-1), strict=True))
 
 
+@planted(r"flax multiplies by 1, torch by 0.25", shapes=(X, (5, 8), (3, 5)))
+class NoScaleBesideAMaskInABias:
+    # PyTorch hides in the bias that it adds, JAX in its softmax: what is hidden is the same.
+    def flax(q, k, bias):
+        scores = q @ k.T + bias[:, None]  # planted
+        return jax.nn.softmax(scores, where=jnp.arange(5) < 3)
+
+    def torch(q, k, bias):
+        hidden = torch.arange(5) >= 3
+        masked = bias[:, None].masked_fill(hidden, torch.finfo(bias.dtype).min)
+        return (q @ k.T * 0.25 + masked).softmax(-1)  # planted
+
+
+@planted(r"flax has iota.* < 3, torch has not\(3 < iota", shapes=(X, (5, 8)))
+class OneMoreKeyHiddenByAnotherNumber:
+    # Which large number hides a score is no difference beside the mask.
+    def flax(q, k):
+        visible = jnp.arange(5) < 3  # planted
+        return jax.nn.softmax(jnp.where(visible, q @ k.T, -1e30))
+
+    def torch(q, k):
+        hidden = torch.arange(5) > 3  # planted
+        return (q @ k.T).masked_fill(hidden, torch.finfo(q.dtype).min).softmax(-1)
+
+
+@planted(r"flax has \w+ < 0, torch has 0 < \w+", shapes=((8, 3), (5, 5, 3)))
+class HalfOfTheBuckets:
+    # One side chooses an index by a condition, the other multiplies the condition.
+    def flax(table, x):
+        places = jnp.arange(5) - jnp.arange(5)[:, None]
+        first = jnp.where(places < 0, 4, 0)  # planted
+        return jnp.tanh(table[first + abs(places) % 4] + x)
+
+    def torch(table, x):
+        places = torch.arange(5) - torch.arange(5)[:, None]
+        first = (places > 0) * 4  # planted
+        return torch.tanh(table[first + abs(places) % 4] + x)
+
+
+@planted(r"flax adds input 0, torch does not", shapes=(X, SQUARE))
+class ResidualBeforeANorm:
+    # A norm hides that a mean is taken off before it, which is no better than what both have.
+    def flax(x, w):
+        x = x + jnp.sin(x) @ w  # planted
+        x = x - x.mean(-1, keepdims=True)
+        return x / jnp.sqrt((x**2).mean(-1, keepdims=True) + 1e-5)
+
+    def torch(x, w):
+        x = F.linear(torch.sin(x), w.T)  # planted
+        return F.layer_norm(x, (8,))
+
+
+@planted(r"flax has tanh\(.*, torch has erf\(", shapes=(X, SQUARE))
+class OneFunctionOnTwoLines:
+    # The same difference, on whatever line: the second one is added to the first.
+    def flax(x, w):
+        x = jax.nn.gelu(x) @ w  # planted
+        return jnp.sin(jax.nn.gelu(x))
+
+    def torch(x, w):
+        x = F.gelu(x) @ w  # planted
+        return torch.sin(F.gelu(x))
+
+
+@planted(r"multiplies by 1, torch by 0.25", shapes=((2, 5, 12), (2, 5, 6), (5, 5)))
+class NoScaleOfGroupedHeads:
+    # Two groups of two heads: both orders of the heads fit, and one of them is right.
+    def flax(q, k, bias):
+        q = q.reshape(2, 5, 2, 2, 3)
+        scores = jnp.einsum("btkgh,bskh->bkgts", q, k.reshape(2, 5, 2, 3))  # planted
+        shown = jax.nn.softmax(jnp.tanh(scores) + bias)
+        return jnp.einsum("bkgts,bskh->btkgh", shown, k.reshape(2, 5, 2, 3)).reshape(2, 5, 12)
+
+    def torch(q, k, bias):
+        q = q.reshape(2, 5, 4, 3).transpose(1, 2)
+        k = k.reshape(2, 5, 2, 3).transpose(1, 2).repeat_interleave(2, 1)
+        scores = q @ k.mT * 0.25  # planted
+        shown = (torch.tanh(scores) + bias).softmax(-1)
+        return (shown @ k).transpose(1, 2).reshape(2, 5, 12)
+
+
 @planted(r"flax has sum\(.*, torch has mean\(", shapes=(X, X))
 class SumForMean:
     def flax(x, y):
@@ -961,6 +1042,15 @@ def test_repeated_layers_with_one_fault_share_a_hypothesis(epsilons, named, diff
     assert found.causes == named
     layer, _, _ = found.first.name.partition("/")
     assert named[0].startswith(layer)
+
+
+def test_as_many_places_as_a_deep_model_has_are_found(differ):
+    count = 16
+    found = differ(Layers((1e-5,) * count), TorchLayers((1e-3,) * count), X)
+    assert found.repaired
+    assert found.causes == [
+        "layers.0 (also layers.1, layers.2, layers.3 and 12 more): flax adds 1e-05, torch 0.001"
+    ]
 
 
 def backwards(x, start):

@@ -10,6 +10,7 @@ import numpy as np
 
 from flax_attn.parity.trace.align import Alignment
 from flax_attn.parity.trace.expression import common
+from flax_attn.parity.trace.numbers import same_array
 from flax_attn.parity.trace.patterns import LAYOUT, logsumexp_of, moved_from, summed_in
 from flax_attn.parity.trace.program import Node, Program
 
@@ -60,8 +61,8 @@ def candidates(
             continue
         depth = depths[flax] + depths[torch]
         alike = common(leaves[flax], leaves[torch])
-        pairs.append((depth, -alike, flax.order, flax, torch))
-    pairs.sort(key=lambda pair: pair[:3])
+        pairs.append((depth, flax in shared, -alike, flax.order, flax, torch))
+    pairs.sort(key=lambda pair: pair[:4])
     for *_, flax, torch in pairs:
         yield flax, torch
 
@@ -95,10 +96,15 @@ def _shared_operands(
 
 
 def _untransposed(node: Node) -> Node:
-    """Return what a node has in another order of axes, none of them split or joined."""
+    """Return what a node has in another order of axes, or with other bounds between them."""
+    if node.operation not in LAYOUT:
+        return node
     origin = moved_from(node)
     sizes, others = (sorted(np.squeeze(x.value).shape) for x in (node, origin))
-    return origin if node.operation in LAYOUT and sizes == others else node
+    if sizes == others:
+        return origin
+    same = node.value.size == origin.value.size
+    return origin if same and same_array(node.value.ravel(), origin.value.ravel()) else node
 
 
 def _is_alone(alignment: Alignment, node: Node) -> bool:

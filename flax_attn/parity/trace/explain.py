@@ -19,12 +19,13 @@ from flax_attn.parity.trace.apart import (
 from flax_attn.parity.trace.axes import Along, axes_of, in_layout_of, innermost
 from flax_attn.parity.trace.builder import Builder
 from flax_attn.parity.trace.candidates import beyond_layout
+from flax_attn.parity.trace.choices import without_hiding
 from flax_attn.parity.trace.expression import Expression, parts
 from flax_attn.parity.trace.gaps import Gap, gaps
 from flax_attn.parity.trace.hypothesis import Hypothesis, Side, grouped_by_kind, places
 from flax_attn.parity.trace.moves import last_move, narrowed, relation, shown, steps, turns
 from flax_attn.parity.trace.notation import Names, plain, text, whole
-from flax_attn.parity.trace.numbers import same_array
+from flax_attn.parity.trace.numbers import HIDING, same_array
 from flax_attn.parity.trace.patterns import moved_from
 from flax_attn.parity.trace.program import Node
 from flax_attn.parity.trace.quantities import in_order
@@ -75,6 +76,34 @@ def _first_of(nodes: Sequence[Node]) -> list[Node]:
     """Return those of some nodes that are computed from none of them."""
     inside = set(nodes)
     return [node for node in nodes if node.operands and inside.isdisjoint(node.operands)]
+
+
+def _hides_alike(repair: Repair) -> bool:
+    """Whether what PyTorch hides by large negative numbers is hidden in JAX: here, or later."""
+    alignment, node, right = repair.before, repair.flax, repair.value
+    current = alignment.value(node)
+    if right.dtype.kind != "f" or current.dtype.kind != "f":
+        return False
+    hidden = right <= -HIDING
+    if not hidden.any():
+        return False
+    hides = current <= -HIDING
+    if hides.any():
+        return np.array_equal(hides, hidden)
+    shown = np.where(hidden, current, right)
+    with_hiding = alignment.rerun({node: right})
+    without = alignment.rerun({node: shown})
+    for output in alignment.flax.outputs.values():
+        first, second = (changed.get(output, output.value) for changed in (with_hiding, without))
+        if not same_array(first, second):
+            return False
+    return True
+
+
+def _both_hide(gap: Gap) -> bool:
+    """Whether a gap is that of two numbers that hide what is in their place."""
+    numbers = [None if part is None else part.number for part in (gap.flax, gap.torch)]
+    return all(one is not None and one <= -HIDING for one in numbers)
 
 
 class _Reader:
@@ -181,12 +210,18 @@ class _Explained:
         numbers = in_order(before)
         self.flax = _Reader(repair.flax, before, numbers, module, ours=True)
         self.torch = _Reader(repair.torch, before, numbers, module, ours=False)
+        # What both hide is no difference.
+        if _hides_alike(repair):
+            for side in (self.flax, self.torch):
+                side.expression = without_hiding(side.expression)
 
     def hypotheses(self) -> Iterator[Hypothesis]:
         """Yield what differs."""
         found = self._gaps()
         # What is written alike differs in where its numbers are.
-        differing = [gap for gap in found if self._named(gap.flax) != self._named(gap.torch)]
+        named_apart = [gap for gap in found if self._named(gap.flax) != self._named(gap.torch)]
+        # By which number something is hidden makes no difference beside another one.
+        differing = [gap for gap in named_apart if not _both_hide(gap)] or named_apart
         told = grouped_by_kind(map(self._hypothesis, differing))
         if not told:
             yield self._layout()
@@ -292,19 +327,35 @@ class _Explained:
             rounded = rounded_by(alignment.value(ours), right)
             if rounded:
                 return replace(self._whole(), parameter="rounding", note=f"{rounded:.1e}")
-            return self._moved_by_steps(ours, theirs)
+            gathered = self._gathered(self.flax.expression.origin, self.torch.expression.origin)
+            return gathered or self._moved_by_steps(ours, theirs)
         ours, theirs, right = found
         ours, right = self._moved_on(ours, right)
         theirs = last_move(alignment.torch, theirs)
         note = relation(alignment.value(ours), right)
-        # What both gather by other indices says more than the order of what they gather.
-        here = self.flax.builder.written(ours)
-        there = self.torch.builder.written(theirs)
-        inside = list(gaps(here, there))
-        if len(inside) == 1 and here.operation == there.operation != "source":
-            gathered = self._hypothesis(inside[0], ours, theirs)
-            return replace(gathered, note=note or gathered.note)
+        gathered = self._gathered(ours, theirs)
+        if gathered is not None:
+            return replace(gathered, note=gathered.note or note)
         return replace(self._moved_by_steps(ours, theirs), note=note)
+
+    def _gathered(self, ours: Node | None, theirs: Node | None) -> Hypothesis | None:
+        """Return what differs in how both gather numbers, which says more than their order.
+
+        It is None where they do not come from one operation, or from the same indices.
+        """
+        if ours is None or theirs is None:
+            return None
+        here = self.flax.builder.written(moved_from(ours))
+        there = self.torch.builder.written(moved_from(theirs))
+        if here.operation != there.operation or here.operation == "source":
+            return None
+        inside = list(islice(gaps(here, there), 2))
+        if len(inside) == 1:
+            return self._hypothesis(inside[0], ours, theirs)
+        if not inside or here.operation != "gather":
+            return None
+        indices = [side.operands[1] for side in (here, there)]
+        return self._hypothesis(Gap("gather", "indices", *indices), ours, theirs)
 
     def _moved_by_steps(self, ours: Node, theirs: Node) -> Hypothesis:
         before = self.repair.before

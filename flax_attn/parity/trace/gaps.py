@@ -26,6 +26,8 @@ Weights = Mapping[Expression, float]
 
 # What one exponent says beside the share of values that two expressions have in common.
 WEIGHT = 0.5
+# The operations that read as they are written, in either order.
+COMPARING = ("lt", "le")
 # The operations whose operands have no order.
 UNORDERED = ("sum", "product", "dot", "max", "min", "eq", "and", "or")
 
@@ -246,6 +248,9 @@ def _operands(one: Expression, other: Expression) -> Iterator[Gap]:
         pairs: list[Pair] = list(zip(flax, torch, strict=True))
         same = sorted(map(hash, flax)) == sorted(map(hash, torch))
         # The same operands in another order are one gap, not one for each place.
+        if same and flax != torch and operation in COMPARING:
+            yield Gap(operation, "operation", one, other)
+            return
         if same and flax != torch:
             here = Expression("order", flax, (operation,), one.origin)
             there = Expression("order", torch, (operation,), other.origin)

@@ -12,6 +12,11 @@ from flax_attn.parity.trace.program import Node, Place
 # Numbers that count layers, or bound a slice.
 COUNTED = re.compile(r"(?<=\.)\d+(?=\.)|\[[^\]]*\]|_\d+\b")
 
+# A name of a value, which is none of a function.
+NAME = re.compile(r"input \d+|[A-Za-z_][\w.]*(?![\w.(])")
+# What says more than which value is taken: a number, or a function.
+CALCULATED = re.compile(r"[\d(]")
+
 
 @dataclass(frozen=True)
 class Side:
@@ -80,12 +85,14 @@ class Hypothesis:
     def kind(self) -> tuple[Any, ...]:
         """What hypotheses of repeated layers and of repeated steps have in common."""
         # Layers and steps differ in numbers within names and bounds, and in the order of terms.
-        values = []
-        for side in (self.flax, self.torch):
-            words = re.findall(r"[\w.]+", COUNTED.sub("", side.value))
-            values.append(tuple(sorted(words)))
-        places = self.flax.place, self.torch.place
-        return self.operation, self.parameter, *values, *places
+        values = [COUNTED.sub("", side.value) for side in (self.flax, self.torch)]
+        # In a rotation a wrong sign here is the opposite one there.
+        formulas = [NAME.sub("x", value).replace("-", "") for value in values]
+        if all(map(CALCULATED.search, formulas)):
+            # A function that is used on many lines is wrong on all of them.
+            return self.operation, self.parameter, *formulas
+        words = [tuple(sorted(re.findall(r"[\w.]+", value))) for value in values]
+        return self.operation, self.parameter, *words, self.flax.place, self.torch.place
 
     def as_dict(self) -> dict[str, Any]:
         """Return the hypothesis for JSON."""
@@ -105,9 +112,22 @@ def grouped_by_kind(every: Iterable[Hypothesis]) -> tuple[Hypothesis, ...]:
     grouped: dict[tuple, Hypothesis] = {}
     for one in every:
         first = grouped.setdefault(one.kind, one)
-        if one.node not in (first.node, *first.also):
-            grouped[one.kind] = replace(first, also=(*first.also, one.node))
+        if first is not one:
+            grouped[one.kind] = _with_repeat(first, one)
     return tuple(grouped.values())
+
+
+def _with_repeat(first: Hypothesis, other: Hypothesis) -> Hypothesis:
+    """Return a hypothesis with the submodule and the lines of another of its kind."""
+    also = first.also
+    if other.node not in (first.node, *also):
+        also = (*also, other.node)
+    sides = []
+    for own, its in ((first.flax, other.flax), (first.torch, other.torch)):
+        lines = {(place.file, place.line) for place in own.places}
+        more = [place for place in its.places[:1] if (place.file, place.line) not in lines]
+        sides.append(replace(own, places=(*own.places, *more)))
+    return replace(first, also=also, flax=sides[0], torch=sides[1])
 
 
 def places(nodes: Iterable[Node]) -> tuple[Place, ...]:

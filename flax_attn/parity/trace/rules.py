@@ -18,6 +18,7 @@ from flax_attn.parity.trace.expression import (
     split,
     total,
 )
+from flax_attn.parity.trace.numbers import HIDING
 from flax_attn.parity.trace.patterns import LAYOUT
 from flax_attn.parity.trace.placing_rules import PLACING
 from flax_attn.parity.trace.program import Node
@@ -125,6 +126,14 @@ def _max(node: Node, x: list[Expression]) -> Expression:
     return Expression("max", tuple(sorted(x, key=order)), (), node)
 
 
+def _min(node: Node, x: list[Expression]) -> Expression:
+    numbers = [operand.number for operand in x]
+    if 0.0 not in numbers:
+        return contained(node, x)
+    other = scaled(-1.0, x[1 - numbers.index(0.0)])
+    return scaled(-1.0, Expression("relu", (other,), (), node), node)
+
+
 def _erf(node: Node, x: list[Expression]) -> Expression:
     # An odd function: a sign within it is one before it.
     factor, _ = split(x[0])
@@ -174,8 +183,15 @@ def _chosen(node: Node, condition: Expression, first: Expression, second: Expres
     is_mask = node.value.dtype == bool
     if is_mask and numbers == (1.0, 0.0):
         return condition
+    opposite = Expression("not", (condition,), (), node)
     if is_mask and numbers == (0.0, 1.0):
-        return Expression("not", (condition,), (), node)
+        return opposite
+    # `where(condition, n, 0)` is the condition times n. What hides is no factor.
+    chosen, other = (np.inf if one is None else one for one in numbers)
+    if other == 0 and abs(chosen) < HIDING:
+        return scaled(chosen, condition, node)
+    if chosen == 0 and abs(other) < HIDING:
+        return scaled(other, opposite, node)
     return Expression("where", (condition, first, second), (), node)
 
 
@@ -222,6 +238,7 @@ RULES: dict[str, Rule] = {
     "norm": _vector_norm,
     "amax": _amax,
     "max": _max,
+    "min": _min,
     "erf": _erf,
     "erfc": _erfc,
     "dot": _dot,

@@ -24,12 +24,16 @@ from flax_attn.parity.trace.trials import Changed, Tried, tried
 
 # The first replacements that are tried, after which all runs again.
 NEAREST = 40
-# The replacements that are tried for one that is made, and those that are made.
-TRIED, MADE = 1500, 12
+# The replacements that are tried for one that is made.
+TRIED = 1500
+# The most differences of their own that are looked for, and places at which they are.
+DIFFERENCES, PLACES = 12, 48
 # Those that make something agree, of which the best is taken.
 COMPARED = 24
 # Those that are tried after one that makes something agree.
 LOOKED_ON = 24
+# Those of the node that is replaced, and by the one that replaces it, that are tried then.
+PARTNERS = 80
 # Those of one value that are tried where several are found.
 ALONE = 400
 # The most differences that are looked for once more, with orders told apart.
@@ -92,18 +96,23 @@ def _rank(found: Search) -> tuple[int, int, int]:
 def _searched(alignment: Alignment) -> Search:
     found: list[tuple[int, list[Hypothesis]]] = []
     # Their differences are in all that follows, and hide what else differs.
-    for table in rounded_tables(alignment):
+    tables = list(rounded_tables(alignment))
+    for table in tables:
         found.append((table.torch.order, explain_table(table)))
-        changed = alignment.rerun({table.flax: table.value})
-        alignment = alignment.with_changed(changed, [table.flax])
-    first, tables = alignment, len(found)
-    while len(found) < tables + MADE:
+    if tables:
+        values = {table.flax: table.value for table in tables}
+        alignment = alignment.with_changed(alignment.rerun(values), list(values))
+    first = alignment
+    kinds: set[tuple] = set()
+    while len(kinds) < DIFFERENCES and len(found) < len(tables) + PLACES:
         made = _next_repair(alignment)
         if made is None:
             break
         repair, changed, replaced = made
         # Explained at once, so that the values before it need not be kept.
-        found.append((repair.torch.order, explain(repair)))
+        explained = explain(repair)
+        found.append((repair.torch.order, explained))
+        kinds.update(one.kind for one in explained)
         alignment = alignment.with_changed(changed, replaced)
     found.sort(key=itemgetter(0))
     every = chain.from_iterable(hypotheses for _, hypotheses in found)
@@ -186,7 +195,8 @@ def _best_trial(alignment: Alignment, wrong: Sequence[str]) -> Tried | None:
     missing = set(theirs)
     best: Tried | None = None
     passed, left = 0, TRIED
-    for i, (flax, torch) in enumerate(candidates(alignment, ours, theirs)):
+    pairs = list(candidates(alignment, ours, theirs))
+    for i, (flax, torch) in enumerate(pairs):
         left -= 1
         if not left or passed == COMPARED:
             break
@@ -194,11 +204,30 @@ def _best_trial(alignment: Alignment, wrong: Sequence[str]) -> Tried | None:
         if found is None:
             continue
         if found.complete and not (best and best.certain):
-            return found
+            best = found
+            break
         passed += 1
         if _is_better(found, best):
             best = found
             left = min(left, LOOKED_ON) if found.certain else left
+    return best and _best_partner(alignment, best, pairs, missing)
+
+
+def _best_partner(
+    alignment: Alignment, best: Tried, pairs: Sequence[tuple[Node, Node]], missing: set[Node]
+) -> Tried:
+    """Return the replacement of the same node, or by the same one, that makes most agree.
+
+    A norm takes what is shifted or scaled for the same: what agrees may do so by that alone.
+    """
+    own = best.repair
+    partners = [pair for pair in pairs if (pair[0] is own.flax) != (pair[1] is own.torch)]
+    for flax, torch in partners[:PARTNERS]:
+        found = tried(alignment, flax, torch, missing)
+        if found is None or found.complete < best.complete:
+            continue
+        if found.complete > best.complete or _is_better(found, best):
+            best = found
     return best
 
 

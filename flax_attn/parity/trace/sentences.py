@@ -162,7 +162,8 @@ def lines(found: Hypothesis) -> Iterator[str]:
 def _place(side: Side) -> str:
     if not side.places:
         return "(no line known)"
-    first, *others = side.places[:SHOWN]
+    first = side.places[0]
+    others = [place for place in side.places[1:] if place.file == first.file][: SHOWN - 1]
     shown = str(first) + "".join(f", {place.line}" for place in others)
     lines = [(place.file, place.line) for place in (first, *others)]
     callers = [place.caller for place in (first, *others) if place.caller]

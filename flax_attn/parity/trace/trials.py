@@ -19,6 +19,8 @@ NEXT = 16
 ELEMENTWISE = 8
 # Values that agree after a replacement by chance are fewer.
 SURE = 3
+# The layouts that are tried after one in which something agrees.
+OTHER_LAYOUTS = 3
 # Values of JAX that change where some are replaced, those included.
 Changed = dict[Node, np.ndarray]
 
@@ -54,27 +56,46 @@ def tried(
         missing: nodes of PyTorch that JAX does not have.
         whole: whether all runs again, though nothing agrees soon after the node.
     """
-    users = list(beyond_layout(flax, alignment.flax.users))
-    # What is taken apart step by step, as by a scan, is computed with after each step is taken.
-    few = NEXT * len(users)
-    whole = whole or flax in alignment.flax.outputs.values()
+    # What has the numbers of the value that replaces it says nothing of it.
+    others = missing - {torch}
+    best: Tried | None = None
+    left = None
     for value in _layouts(alignment, flax, torch):
-        if not whole:
-            near = alignment.rerun({flax: value}, few)
-            if not _agreeing(alignment, near, flax, missing):
-                continue
-        changed = alignment.rerun({flax: value})
-        if _breaks(alignment, flax, changed):
-            continue
-        agreeing = _agreeing(alignment, changed, flax, missing)
-        gain = len(set().union(*agreeing.values()))
-        complete = not alignment.wrong(changed)
-        if gain or complete:
-            together = gain > 1 and _is_certain(alignment, changed, agreeing)
-            certain = complete or gain >= SURE or together
-            repair = Repair(flax, torch, alignment, value)
-            return Tried(repair, gain, changed, certain, complete)
-    return None
+        if left == 0:
+            break
+        found = _tried_in_layout(alignment, Repair(flax, torch, alignment, value), others, whole)
+        if found is not None and found.complete:
+            return found
+        if found is not None and (best is None or found.gain > best.gain):
+            best = found
+        # Heads and groups of one size can be told apart by what agrees in the end.
+        if best is not None:
+            left = OTHER_LAYOUTS if left is None else left - 1
+    return best
+
+
+def _tried_in_layout(
+    alignment: Alignment, repair: Repair, missing: set[Node], whole: bool
+) -> Tried | None:
+    """Return what a replacement makes agree in one layout; None if nothing."""
+    flax, value = repair.flax, repair.value
+    if not whole and flax not in alignment.flax.outputs.values():
+        users = list(beyond_layout(flax, alignment.flax.users))
+        # What is taken apart step by step, as by a scan, is computed with after each step is taken.
+        near = alignment.rerun({flax: value}, NEXT * len(users))
+        if not _agreeing(alignment, near, flax, missing):
+            return None
+    changed = alignment.rerun({flax: value})
+    if _breaks(alignment, flax, changed):
+        return None
+    agreeing = _agreeing(alignment, changed, flax, missing)
+    gain = len(set().union(*agreeing.values()))
+    complete = not alignment.wrong(changed)
+    if not gain and not complete:
+        return None
+    together = gain > 1 and _is_certain(alignment, changed, agreeing)
+    certain = complete or gain >= SURE or together
+    return Tried(repair, gain, changed, certain, complete)
 
 
 def _breaks(alignment: Alignment, flax: Node, changed: Values) -> bool:
