@@ -41,7 +41,7 @@ help:
 	@echo 'make against      prove it again on the newest JAX and Flax, without torch, from what make parity exported'
 	@echo 'make faults       plant known porting faults one by one; show which check detects each'
 	@echo 'make distributed  train on 2 and on 4 processes; show that the losses are those of one (three minutes)'
-	@echo 'make test         run all tests'
+	@echo 'make test         run the tests, and a share of the longest grids; ARGS=--whole runs all of those, ARGS=FILE all of a file'
 	@echo 'make fuzz         make random calls until 2,000 are done or 5 minutes are over; judge each by a formula in NumPy;'
 	@echo '                  ARGS="--case 1234" prints and runs one of them again'
 	@echo 'make right        compare right pairs of modules, at three sizes and five seeds: no alarm (hours); ARGS="--only NAME" runs one'
@@ -174,7 +174,7 @@ docs-links: .venv/installed
 	$(BIN)/sphinx-build -q -b linkcheck -D nb_execution_mode=off -D suppress_warnings=myst-nb.lexer docs build/links
 
 test-newest: .venv-newest/installed
-	$(NEWEST_BIN)/pytest -n auto -ra $(NEWEST_TESTS) $(ARGS)
+	$(NEWEST_BIN)/pytest -n auto -ra --share $(NEWEST_TESTS) $(ARGS)
 
 test-oldest: .venv-oldest/installed
 	.venv-oldest/bin/pytest -n auto -ra $(OLDEST_TESTS) $(ARGS)

@@ -7,6 +7,8 @@ import os
 import signal
 import sys
 import threading
+import zlib
+from collections import defaultdict
 from pathlib import Path
 from types import FunctionType
 
@@ -19,6 +21,26 @@ from jaxtyping._decorator import _destring_annotation
 from jaxtyping._storage import pop_shape_memo, push_shape_memo
 
 PROGRAMS = 100  # that share a context, which keeps their names and constants
+
+# Of the tests that take longest one case in so many runs, where no file is named or with `--share`.
+# Of those with 0 none runs. `--whole` runs all.
+SHARES = {
+    "tests/native/test_sanitizers.py": 0,
+    "tests/sharding/test_train_multihost.py::test_killed_processes": 0,
+    "tests/backends/test_conformance.py": 4,
+    "tests/backends/": 3,
+    "tests/everywhere/": 3,
+    "tests/functional/": 2,
+    "tests/models/test_edited_configs.py": 5,
+    "tests/models/": 3,
+    "tests/modules/": 2,
+    "tests/sharding/": 4,
+    "parity_tests/functional/": 2,
+    "parity_tests/models/": 3,
+    "parity_tests/modules/": 2,
+    "parity_tests/proof/test_faults.py": 2,
+    "parity_tests/test_cli.py::test_rows_on_a_mesh": 3,
+}
 
 
 def _reused(make):
@@ -113,6 +135,40 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell has background jobs ignore interrupts, and the commands that the tests interrupt would
     # inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_addoption(parser):
+    """Add the options that say whether all cases run."""
+    parser.addoption("--share", action="store_true", help="leave out cases of the longest grids")
+    parser.addoption("--whole", action="store_true", help="run all of the longest grids")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config, items):
+    """Leave out what is not of the share, and count it as deselected."""
+    no_file_named = config.args_source is not config.ArgsSource.ARGS
+    wanted = no_file_named or config.getoption("--share")
+    if config.getoption("--whole") or not wanted:
+        return
+    cases = defaultdict(list)
+    for item in items:
+        function, _, _ = item.nodeid.partition("[")
+        cases[function].append(item)
+    kept = {item for own in cases.values() for item in _share(own)}
+    left_out = [item for item in items if item not in kept]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item in kept]
+
+
+def _share(cases):
+    """Return the cases of one test that run: at least one, unless none is to."""
+    name = cases[0].nodeid
+    each = next((each for prefix, each in SHARES.items() if name.startswith(prefix)), 1)
+    if not each:
+        return []
+    # By its name, so that no parameter is left out by the order of the cases.
+    chosen = [case for case in cases if zlib.crc32(case.nodeid.encode()) % each == 0]
+    return chosen or cases[:1]
 
 
 def pytest_collection_finish():

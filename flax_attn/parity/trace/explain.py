@@ -354,8 +354,8 @@ class _Explained:
             return self._hypothesis(inside[0], ours, theirs)
         if not inside or here.operation != "gather":
             return None
-        indices = [side.operands[1] for side in (here, there)]
-        return self._hypothesis(Gap("gather", "indices", *indices), ours, theirs)
+        indices = Gap("gather", "indices", here.operands[1], there.operands[1])
+        return self._hypothesis(indices, ours, theirs)
 
     def _moved_by_steps(self, ours: Node, theirs: Node) -> Hypothesis:
         before = self.repair.before
