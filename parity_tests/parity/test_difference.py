@@ -1044,6 +1044,13 @@ def test_repeated_layers_with_one_fault_share_a_hypothesis(epsilons, named, diff
     assert named[0].startswith(layer)
 
 
+def test_a_setting_that_differs_in_another_way_in_each_layer_is_no_doubt(differ):
+    found = differ(Layers((1e-2, 3e-3, 1e-4, 1e-6, 3e-2)), TorchLayers((1e-3,) * 5), X)
+    assert found.repaired
+    assert len(found.causes) == 5
+    assert not any("perhaps" in cause for cause in found.causes)
+
+
 def test_as_many_places_as_a_deep_model_has_are_found(differ):
     count = 16
     found = differ(Layers((1e-5,) * count), TorchLayers((1e-3,) * count), X)

@@ -17,7 +17,7 @@ from flax_attn.parity.pair import Pair
 from flax_attn.parity.trace import compiler, runs, sentences
 from flax_attn.parity.trace.align import Alignment
 from flax_attn.parity.trace.builder import Builder
-from flax_attn.parity.trace.explain import parted
+from flax_attn.parity.trace.explain import WHOLE, parted
 from flax_attn.parity.trace.hypothesis import Hypothesis
 from flax_attn.parity.trace.numbers import SAME
 from flax_attn.parity.trace.patterns import LAYOUT
@@ -27,7 +27,7 @@ from flax_attn.parity.trace.stops import stopped_gradients
 
 # The hypotheses that are written out in a text.
 WRITTEN = 5
-# So many hypotheses have a cause that none of them names.
+# So many differences have a cause that none of them names.
 MANY = 5
 # Attention weights of JAX and of PyTorch, by submodule.
 Attention = dict[str, tuple[np.ndarray, np.ndarray]]
@@ -106,7 +106,7 @@ class Difference:
     @property
     def unnamed(self) -> bool:
         """Whether the cause is before so many hypotheses, and not among them."""
-        return self.repaired and len(self.hypotheses) >= MANY
+        return self.repaired and _causes(self.hypotheses) >= MANY
 
     @property
     def first(self) -> Step | None:
@@ -200,12 +200,21 @@ def _difference(found: Search, backward: bool = False) -> Difference:
         vague = [replace(one, doubtful=one.parameter == "layout") for one in parting]
         return Difference(tuple(vague), wrong, steps, backward, unproven=True)
     still_wrong = bool(wrong)
-    doubtful = still_wrong or len(found.hypotheses) >= MANY
+    doubtful = still_wrong or _causes(found.hypotheses) >= MANY
     hypotheses = []
     for one in _told(found.hypotheses, still_wrong):
         hypotheses.append(replace(one, backward=backward, doubtful=doubtful))
     attention = {} if backward else _attention(found.alignment)
     return Difference(tuple(hypotheses), wrong, steps, backward, attention=attention)
+
+
+def _causes(hypotheses: Sequence[Hypothesis]) -> int:
+    """Return how many causes hypotheses may have: the same setting at several places is one."""
+    causes: set[tuple] = set()
+    for one in hypotheses:
+        is_setting = one.parameter not in (*WHOLE, "expression", "layout")
+        causes.add((one.operation, one.parameter) if is_setting else one.kind)
+    return len(causes)
 
 
 def _told(hypotheses: Sequence[Hypothesis], doubtful: bool) -> Sequence[Hypothesis]:
