@@ -16,7 +16,7 @@ def same_cases(flax: Expression, torch: Expression) -> Expression:
     _, our_first, our_second = flax.operands
     condition, first, second = torch.operands
     crossed = (our_first, second), (our_second, first)
-    equal = [one for one, other in crossed if one == other or _both_hide(one, other)]
+    equal = [one for one, other in crossed if one == other or both_hide(one, other)]
     # What the other choice is may differ, as scores may beside the number that hides them.
     same_number = any(one.number is not None for one in equal)
     if first == second or not (same_number or len(equal) == 2):
@@ -25,7 +25,8 @@ def same_cases(flax: Expression, torch: Expression) -> Expression:
     return Expression("where", (opposite, second, first), torch.settings, torch.origin)
 
 
-def _both_hide(one: Expression, other: Expression) -> bool:
+def both_hide(one: Expression, other: Expression) -> bool:
+    """Whether two expressions are numbers that hide what is in their place."""
     return _is_hiding(one) and _is_hiding(other)
 
 
@@ -45,8 +46,7 @@ def hidden_by_a_term(choice: Expression) -> Expression | None:
     """Return `where(hidden, -inf, scores)` as `scores + where(hidden, -inf, 0)`."""
     condition, *cases = choice.operands
     for i, case in enumerate(cases):
-        hides = case.number is not None and case.number <= -HIDING
-        if not hides:
+        if not _is_hiding(case):
             continue
         shown = cases[1 - i]
         cases[1 - i] = number(0.0)

@@ -19,7 +19,7 @@ from flax_attn.parity.trace.apart import (
 from flax_attn.parity.trace.axes import Along, axes_of, in_layout_of, innermost
 from flax_attn.parity.trace.builder import Builder
 from flax_attn.parity.trace.candidates import beyond_layout
-from flax_attn.parity.trace.choices import without_hiding
+from flax_attn.parity.trace.choices import both_hide, without_hiding
 from flax_attn.parity.trace.expression import Expression, parts
 from flax_attn.parity.trace.gaps import Gap, gaps
 from flax_attn.parity.trace.hypothesis import Hypothesis, Side, grouped_by_kind, places
@@ -100,10 +100,9 @@ def _hides_alike(repair: Repair) -> bool:
     return True
 
 
-def _both_hide(gap: Gap) -> bool:
+def _is_of_hiding(gap: Gap) -> bool:
     """Whether a gap is that of two numbers that hide what is in their place."""
-    numbers = [None if part is None else part.number for part in (gap.flax, gap.torch)]
-    return all(one is not None and one <= -HIDING for one in numbers)
+    return gap.flax is not None and gap.torch is not None and both_hide(gap.flax, gap.torch)
 
 
 class _Reader:
@@ -221,7 +220,7 @@ class _Explained:
         # What is written alike differs in where its numbers are.
         named_apart = [gap for gap in found if self._named(gap.flax) != self._named(gap.torch)]
         # By which number something is hidden makes no difference beside another one.
-        differing = [gap for gap in named_apart if not _both_hide(gap)] or named_apart
+        differing = [gap for gap in named_apart if not _is_of_hiding(gap)] or named_apart
         told = grouped_by_kind(map(self._hypothesis, differing))
         if not told:
             yield self._layout()
