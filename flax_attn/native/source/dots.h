@@ -14,34 +14,59 @@ static inline __m512i fill_pair(const BFloat16* x) {
   return _mm512_set1_epi32(pair);
 }
 
+// Pair j of rows r and r + 1 of the matrix, that of the second 0 behind the last: each two numbers of a column together.
+struct PairOfRows {
+  __m512i first, second;
+};
+static inline PairOfRows right_of(const BPart& part, int64_t r, int j, int64_t depth) {
+  const BFloat16* from = part.matrix + r * part.matrix_row + j * PAIR;
+  fetch<PAIR * sizeof(BFloat16)>(from + part.ahead);
+  const __m512i first = load_halves(from);
+  __m512i second{};
+  if (r + 1 < depth) {
+    fetch<PAIR * sizeof(BFloat16)>(from + part.matrix_row + part.ahead);
+    second = load_halves(from + part.matrix_row);
+  }
+  return {_mm512_unpacklo_epi16(first, second), _mm512_unpackhi_epi16(first, second)};
+}
+static inline void store(float* x, const PairOfRows& y) {
+  _mm512_storeu_si512(x, y.first);
+  _mm512_storeu_si512(x + WIDTH, y.second);
+}
+static inline PairOfRows load_kept(const BPart&, const float* x) {
+  return {_mm512_loadu_si512(x), _mm512_loadu_si512(x + WIDTH)};
+}
+
 // sums (M, N pairs) += x (M, depth) @ matrix (depth, N pairs), from a row of x on. A row of x ends with a zero where its
 // width is odd.
-template <int M, int N>
-static inline void add_products(const BPart& part, int64_t row, int64_t depth) {
-  __m512 total[M][2 * N];
+template <int M, int N, typename Right>
+static inline void add_products(const BPart& part, int64_t row, int64_t depth, const Right& right) {
+  __m512 first[M][N], second[M][N];
   const BFloat16* x = part.x + row * part.x_row;
   float* sums = part.sums + row * part.sums_row;
-  for (int i = 0; i < M; ++i)
-    for (int j = 0; j < 2 * N; ++j) total[i][j] = _mm512_loadu_ps(sums + i * part.sums_row + j * WIDTH);
-  const BFloat16* matrix = part.matrix;
-  for (int64_t r = 0; r < depth; r += 2, matrix += 2 * part.matrix_row) {
-    const bool both = r + 1 < depth;
-    fetch<N * PAIR * sizeof(BFloat16)>(matrix + part.ahead);
-    if (both) fetch<N * PAIR * sizeof(BFloat16)>(matrix + part.matrix_row + part.ahead);
-    __m512i right[2 * N];
+  for (int i = 0; i < M; ++i) {
     for (int j = 0; j < N; ++j) {
-      const __m512i first = load_halves(matrix + j * PAIR);
-      const __m512i second = both ? load_halves(matrix + part.matrix_row + j * PAIR) : __m512i{};
-      right[2 * j] = _mm512_unpacklo_epi16(first, second);
-      right[2 * j + 1] = _mm512_unpackhi_epi16(first, second);
-    }
-    for (int i = 0; i < M; ++i) {
-      const __m512i left = fill_pair(x + i * part.x_row + r);
-      for (int j = 0; j < 2 * N; ++j) total[i][j] = add_dots(total[i][j], left, right[j]);
+      first[i][j] = _mm512_loadu_ps(sums + i * part.sums_row + j * PAIR);
+      second[i][j] = _mm512_loadu_ps(sums + i * part.sums_row + j * PAIR + WIDTH);
     }
   }
-  for (int i = 0; i < M; ++i)
-    for (int j = 0; j < 2 * N; ++j) _mm512_storeu_ps(sums + i * part.sums_row + j * WIDTH, total[i][j]);
+  int64_t r = 0;
+  do {
+    for (int j = 0; j < N; ++j) {
+      const PairOfRows own = right(r, j);
+      for (int i = 0; i < M; ++i) {
+        const __m512i left = fill_pair(x + i * part.x_row + r);
+        first[i][j] = add_dots(first[i][j], left, own.first);
+        second[i][j] = add_dots(second[i][j], left, own.second);
+      }
+    }
+  } while ((r += 2) < depth);
+  for (int i = 0; i < M; ++i) {
+    for (int j = 0; j < N; ++j) {
+      _mm512_storeu_ps(sums + i * part.sums_row + j * PAIR, first[i][j]);
+      _mm512_storeu_ps(sums + i * part.sums_row + j * PAIR + WIDTH, second[i][j]);
+    }
+  }
 }
 
 // total += x (M, PAIR) @ matrix (R, PAIR)^T, of what `load` reads.

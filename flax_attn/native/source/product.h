@@ -6,6 +6,8 @@ constexpr int64_t STRIP = ROWS / 4;  // pairs of columns of a matrix (d_in, d_ou
 constexpr int64_t DOTS = ROWS / 2;   // rows of a matrix (d_out, d_in) at a time
 constexpr int64_t DEPTH = 16;        // rows of a matrix (d_in, d_out) that are read side by side,
 constexpr int64_t PAGE = 4096;       // this many bytes of each: memory is quickest where it is read on end
+constexpr int64_t TILE = 4;          // rows of x that are multiplied at once, at most
+constexpr int64_t DEEPEST = 32;      // DEPTH of a lower type for more rows of x than that, which take longer than reading
 
 // Two vectors of numbers that lie together. Of a lower type, the first gets those at even places and the second the
 // others: this takes two instructions, and keeping their order six.
@@ -45,53 +47,85 @@ struct Part {
   int64_t ahead;  // how many numbers on it is fetched; 0 at the end, as another thread reads what follows
 };
 
-// Calls run(M, row) for M rows from `row` on, so that all are taken; M is known to the compiler.
+// Calls run(M, row) for M rows from `row` on, TILE at most, so that all are taken; M is known to the compiler.
 template <typename Run>
 static inline void by_rows(int64_t m, const Run& run) {
   int64_t row = 0;
-  for (; row + 4 <= m; row += 4) run(std::integral_constant<int, 4>{}, row);
+  for (; row + TILE <= m; row += TILE) run(std::integral_constant<int, TILE>{}, row);
   for (; row + 2 <= m; row += 2) run(std::integral_constant<int, 2>{}, row);
   for (; row < m; ++row) run(std::integral_constant<int, 1>{}, row);
 }
 
-// sums (M, N pairs) += x (M, depth) @ matrix (depth, N pairs), from a row of x on.
-template <int M, int N, typename T>
-static inline void add_products(const Part<T>& part, int64_t row, int64_t depth) {
-  Pair total[M][N];
+// Pair j of row r of the matrix.
+template <typename T>
+static inline Pair right_of(const Part<T>& part, int64_t r, int j, int64_t) {
+  const T* from = part.matrix + r * part.matrix_row + j * PAIR;
+  fetch<PAIR * sizeof(T)>(from + part.ahead);
+  return load_pair(from);
+}
+
+template <typename T>
+static inline Pair load_kept(const Part<T>&, const float* x) {
+  return load_pair(x);
+}
+
+// sums (M, N pairs) += x (M, depth) @ matrix (depth, N pairs), from a row of x on; `right` is `right_of` for r and j.
+template <int M, int N, typename T, typename Right>
+static inline void add_products(const Part<T>& part, int64_t row, int64_t depth, const Right& right) {
+  Vector first[M][N], second[M][N];
   const float* x = part.x + row * part.x_row;
   float* sums = part.sums + row * part.sums_row;
-  for (int i = 0; i < M; ++i)
-    for (int j = 0; j < N; ++j) total[i][j] = load_pair(sums + i * part.sums_row + j * PAIR);
-  const T* matrix = part.matrix;
-  for (int64_t r = 0; r < depth; ++r, matrix += part.matrix_row) {
-    fetch<N * PAIR * sizeof(T)>(matrix + part.ahead);
-    Pair right[N];
-    for (int j = 0; j < N; ++j) right[j] = load_pair(matrix + j * PAIR);
-    for (int i = 0; i < M; ++i) {
-      for (int j = 0; j < N; ++j) {
-        total[i][j].first += x[i * part.x_row + r] * right[j].first;
-        total[i][j].second += x[i * part.x_row + r] * right[j].second;
-      }
+  for (int i = 0; i < M; ++i) {
+    for (int j = 0; j < N; ++j) {
+      first[i][j] = load(sums + i * part.sums_row + j * PAIR);
+      second[i][j] = load(sums + i * part.sums_row + j * PAIR + WIDTH);
     }
   }
+  int64_t r = 0;
+  do {
+    for (int j = 0; j < N; ++j) {
+      const Pair own = right(r, j);
+      for (int i = 0; i < M; ++i) {
+        first[i][j] += x[i * part.x_row + r] * own.first;
+        second[i][j] += x[i * part.x_row + r] * own.second;
+      }
+    }
+  } while (++r < depth);
   for (int i = 0; i < M; ++i)
-    for (int j = 0; j < N; ++j) store(sums + i * part.sums_row + j * PAIR, total[i][j]);
+    for (int j = 0; j < N; ++j) store(sums + i * part.sums_row + j * PAIR, Pair{first[i][j], second[i][j]});
+}
+
+// The same for all rows of x. For more than a tile has, what the first rows widen is kept, where no row of the matrix takes
+// the place of another in the nearest cache.
+template <int N, typename T, typename X>
+static inline void add_rows(const Part<T, X>& part, int64_t depth) {
+  const auto read = [&](int64_t r, int j) { return right_of(part, r, j, depth); };
+  if (part.m <= TILE)
+    return by_rows(part.m, [&](auto count, int64_t row) { add_products<count, N>(part, row, depth, read); });
+  float wide[DEEPEST * N * PAIR];
+  add_products<TILE, N>(part, 0, depth, [&](int64_t r, int j) {
+    const auto right = read(r, j);
+    store(wide + (r * N + j) * PAIR, right);
+    return right;
+  });
+  const auto kept = [&](int64_t r, int j) { return load_kept(part, wide + (r * N + j) * PAIR); };
+  by_rows(part.m - TILE, [&](auto count, int64_t row) { add_products<count, N>(part, row + TILE, depth, kept); });
 }
 
 template <int N, typename T, typename X>
 static inline void add_strip(Part<T, X>& part, int64_t depth) {
-  by_rows(part.m, [&](auto count, int64_t row) { add_products<count, N>(part, row, depth); });
+  add_rows<N>(part, depth);
   part.matrix += N * PAIR;
   part.sums += N * PAIR;
 }
 
-// sums (m, cols) += x (m, depth) @ matrix (depth, cols), depth at most DEPTH; the rows of sums end with whole pairs.
+// sums (m, cols) += x (m, depth) @ matrix (depth, cols), depth at most DEEPEST; the rows of sums end with whole pairs.
 template <typename T, typename X>
 static void add_block(Part<T, X> part, int64_t depth, int64_t cols) {
   for (; cols >= STRIP * PAIR; cols -= STRIP * PAIR) add_strip<STRIP>(part, depth);
   for (; cols >= PAIR; cols -= PAIR) add_strip<1>(part, depth);
   if (cols == 0) return;
-  T rest[DEPTH * PAIR] = {};
+  T rest[DEEPEST * PAIR] = {};
   for (int64_t r = 0; r < depth; ++r) std::copy_n(part.matrix + r * part.matrix_row, cols, rest + r * PAIR);
   part.matrix = rest;
   part.matrix_row = PAIR;
@@ -102,9 +136,11 @@ static void add_block(Part<T, X> part, int64_t depth, int64_t cols) {
 // The same of any depth.
 template <typename T, typename X>
 static void add_blocks(Part<T, X> part, int64_t depth, int64_t cols) {
-  for (; depth > 0; depth -= DEPTH, part.x += DEPTH, part.matrix += DEPTH * part.matrix_row) {
-    part.ahead = depth > DEPTH ? DEPTH * part.matrix_row : 0;
-    add_block(part, std::min(DEPTH, depth), cols);
+  const bool deep = part.m > TILE && sizeof(T) < sizeof(X);
+  const int64_t most = deep ? DEEPEST : DEPTH;
+  for (; depth > 0; depth -= most, part.x += most, part.matrix += most * part.matrix_row) {
+    part.ahead = depth > most ? most * part.matrix_row : 0;
+    add_block(part, std::min(most, depth), cols);
   }
 }
 
