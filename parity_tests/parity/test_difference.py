@@ -108,6 +108,52 @@ class NoScaleBesideAMaskInABias:
         return (q @ k.T * 0.25 + masked).softmax(-1)  # planted
 
 
+@planted(r"flax multiplies by 0.25, torch by 1", shapes=((5, 8), (5, 5, 2)))
+class ScaleBesideAMaskInABiasOfTwoLayers:
+    # Both layers take one bias, so that what differs is the scores and not their product.
+    def flax(x, bias):
+        shared = jnp.moveaxis(bias, -1, 0)[0]
+        visible = jnp.arange(5) < 3
+
+        def attend(x):
+            scores = x @ x.T * 0.25 + shared  # planted
+            return jax.nn.softmax(scores, where=visible) @ x
+
+        return attend(attend(x))
+
+    def torch(x, bias):
+        shared = bias.permute(2, 0, 1)[0]
+        hidden = torch.arange(5) >= 3
+        masked = shared.masked_fill(hidden, torch.finfo(bias.dtype).min)
+
+        def attend(x):
+            scores = x @ x.T + masked  # planted
+            return scores.softmax(-1) @ x
+
+        return attend(attend(x))
+
+
+@planted(
+    r"flax has 0.25, torch 0.5",
+    r"flax has exp\(.*cumsum.*, torch has cumprod",
+    shapes=((14,), (3, 14)),
+)
+class LastStepBeforeAnotherFormula:
+    # PyTorch computes with the negative steps: few values agree after the first is mended, and the
+    # second makes all agree.
+    def flax(x, density):
+        steps = jnp.append(jnp.diff(x), 0.25)  # planted
+        optical = jnp.abs(density) * steps
+        before = jnp.cumsum(optical, axis=-1) - optical
+        return -jnp.expm1(-optical) * jnp.exp(-before)  # planted
+
+    def torch(x, density):
+        steps = torch.cat([x[1:] - x[:-1], x.new_tensor([0.5])])  # planted
+        alphas = 1 - torch.exp(-steps * density.abs())
+        shifted = torch.cat([torch.ones_like(alphas[:, :1]), 1 - alphas + 1e-3], -1)
+        return alphas * shifted.cumprod(-1)[:, :-1]  # planted
+
+
 @planted(r"flax has iota.* < 3, torch has not\(3 < iota", shapes=(X, (5, 8)))
 class OneMoreKeyHiddenByAnotherNumber:
     # Which large number hides a score is no difference beside the mask.

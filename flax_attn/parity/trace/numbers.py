@@ -95,7 +95,8 @@ class Numbers:
     def scale(self) -> float:
         """The mean absolute value."""
         shown = _shown(self.array)
-        return float(np.abs(shown).mean()) if shown.size else 0.0
+        # Divided first: the sum of numbers near the largest of their dtype is infinite.
+        return float((np.abs(shown) / max(1, shown.size)).sum())
 
     @cached_property
     def features(self) -> np.ndarray:

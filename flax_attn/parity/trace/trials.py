@@ -93,7 +93,7 @@ def _tried_in_layout(
     complete = not alignment.wrong(changed)
     if not gain and not complete:
         return None
-    together = gain > 1 and _is_certain(alignment, changed, agreeing)
+    together = gain > 1 and _is_certain(alignment, changed, flax, agreeing)
     certain = complete or gain >= SURE or together
     return Tried(repair, gain, changed, certain, complete)
 
@@ -141,9 +141,18 @@ def _keeps_layout(alignment: Alignment, flax: Node, there: tuple[int, ...]) -> b
     return False
 
 
-def _is_certain(alignment: Alignment, changed: Values, agreeing: Iterable[Node]) -> bool:
+def _is_certain(
+    alignment: Alignment, changed: Values, given: Node, agreeing: Iterable[Node]
+) -> bool:
     """Whether what agrees is computed with other values as well, not of the replaced one alone."""
-    for node in agreeing:
+    seen: set[Node] = set()
+    waiting = list(agreeing)
+    while waiting:
+        node = waiting.pop()
+        if node in seen or node is given:
+            continue
+        seen.add(node)
+        waiting += [operand for operand in node.operands if operand in changed]
         others = [x for x in node.operands if x not in changed and x in alignment.torch_of]
         if any(alignment.numbers(other).telling for other in others):
             return True
