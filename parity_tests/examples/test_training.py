@@ -28,7 +28,8 @@ def path(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def promotion():
-    with jax.numpy_dtype_promotion("standard"):  # optax raises a float to an integer count
+    # Optax raises a float to an integer count.
+    with jax.numpy_dtype_promotion("standard"):
         yield
 
 
@@ -59,13 +60,30 @@ def batches(tiny, small):
     random = np.random.default_rng(0)
     tokens = random.integers(0, small.vocab_size, (RECIPE.steps, 5, small.context_length + 1))
     keys = random.integers(0, 2**32, (RECIPE.steps, 2))
-    return [
-        tiny.Batch(row[:, :-1], row[:, -4:], key) for row, key in zip(tokens, keys, strict=True)
-    ]
+    # Fewer targets than tokens, as in the copy task.
+    inputs, targets = tokens[:, :, :-1], tokens[:, :, -4:]
+    return list(map(tiny.Batch, inputs, targets, keys))
 
 
-def lines(panel):
-    return {line.get_label(): np.asarray(line.get_ydata()) for line in panel.lines}
+def assert_drawn(panel, curves):
+    """Assert that a panel shows these numbers under these labels."""
+    drawn = {line.get_label(): line.get_ydata() for line in panel.lines}
+    for label, numbers in curves.items():
+        np.testing.assert_array_equal(drawn[label], numbers)
+
+
+def assert_png(picture):
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.fixture
+def trajectory():
+    return importlib.import_module("trajectory")
+
+
+@pytest.fixture
+def copy_task():
+    return importlib.import_module("copy_task")
 
 
 def test_trajectory(run, capsys):
@@ -74,56 +92,55 @@ def test_trajectory(run, capsys):
     assert found.loss.max() <= tolerance.TRAINING
     assert found.parameters.max() <= tolerance.TRAINING
     assert found.reference.shape == found.ours.shape == found.parameters.shape == (4,)
-    assert len(set(found.reference)) == 4  # it moves
+    # A loss that does not move would agree without any training.
+    assert len(set(found.reference)) == 4
     printed = capsys.readouterr().out
     assert "4 steps, loss 4." in printed
     assert f"{found.parameters.max():.1e}" in printed
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    left, right = names["plot"](found).axes
-    np.testing.assert_array_equal(lines(left)["JAX"], found.ours)
-    np.testing.assert_array_equal(lines(left)["PyTorch"], found.reference)
-    np.testing.assert_array_equal(lines(right)["parameters: the largest of all"], found.parameters)
+    assert_png(picture)
+    losses, errors = names["plot"](found).axes
+    assert_drawn(losses, {"JAX": found.ours, "PyTorch": found.reference})
+    assert_drawn(errors, {"parameters: the largest of all": found.parameters})
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_trajectory_sees_a_recipe_that_differs(fault, small, batches, monkeypatch):
-    trajectory = importlib.import_module("trajectory")
+def test_trajectory_sees_a_recipe_that_differs(fault, trajectory, small, batches, monkeypatch):
     monkeypatch.setattr(trajectory, "characters", lambda *_: batches)
-    found = trajectory.train(RECIPE, replace(RECIPE, **{fault: FAULTS[fault]}), small)
+    changed = replace(RECIPE, **{fault: FAULTS[fault]})
+    found = trajectory.train(RECIPE, changed, small)
     assert found.parameters[-1] > tolerance.TRAINING
 
 
-def test_defaults_are_those_of_the_frameworks():
-    trajectory = importlib.import_module("trajectory")
+def test_defaults_are_those_of_the_frameworks(trajectory):
     ours = trajectory.with_default_decay(RECIPE, trajectory.optax.adamw)
     theirs = trajectory.with_default_decay(RECIPE, torch.optim.AdamW)
     assert (ours.weight_decay, theirs.weight_decay) == (1e-4, 1e-2)
     assert replace(ours, weight_decay=RECIPE.weight_decay) == RECIPE
 
 
-def test_text_becomes_the_characters_that_follow(small):
-    trajectory = importlib.import_module("trajectory")
-    text = "abcdefghijk"
-    batches = list(trajectory.characters(text, small, steps=2, b=3))
-    for tokens, targets, key in batches:
+def test_text_becomes_the_characters_that_follow(trajectory, small):
+    # In this text every character is followed by the next number.
+    first, second = trajectory.characters("abcdefghijk", small, steps=2, b=3)
+    for tokens, targets, key in (first, second):
         assert tokens.shape == targets.shape == (3, small.context_length)
         np.testing.assert_array_equal(targets, tokens + 1)
         assert key.shape == (2,)
-    assert (batches[0].key != batches[1].key).any()
+    assert (first.key != second.key).any()
+
+
+def losses_of(tiny, sizes, batches):
+    """Return the losses of the PyTorch model, trained from the start."""
+    _, model = tiny.twins(sizes)
+    return [loss for loss, _ in tiny.train_torch(model, RECIPE, batches)]
 
 
 def test_dropout_is_decided_by_the_key_of_the_batch(tiny, small, batches):
-    def losses(batches):
-        return [
-            loss
-            for loss, _ in tiny.train_torch(
-                tiny.twins(replace(small, dropout=0.3))[1], RECIPE, batches
-            )
-        ]
-
-    other = [batch._replace(key=batch.key[::-1].copy()) for batch in batches]
-    assert losses(batches) == losses(batches)
-    assert losses(batches)[0] != losses(other)[0]
+    dropping = replace(small, dropout=0.3)
+    other_keys = [batch._replace(key=batch.key[::-1].copy()) for batch in batches]
+    losses = losses_of(tiny, dropping, batches)
+    assert losses == losses_of(tiny, dropping, batches)
+    # The first loss comes before any update, so only dropout can change it.
+    assert losses[0] != losses_of(tiny, dropping, other_keys)[0]
 
 
 def test_copy_task(run, capsys):
@@ -134,30 +151,35 @@ def test_copy_task(run, capsys):
         assert found.apart <= tolerance.TRAINING
         np.testing.assert_array_equal(*found.accuracies.T)
         assert found.losses.shape == found.accuracies.shape == (3, 2)
+    # One head and eight heads are two models.
     assert runs[1].losses[0, 0] != runs[8].losses[0, 0]
+    # After three steps no model has learned to copy.
     assert "never" in capsys.readouterr().out
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    for panel, kind in zip(names["plot"](runs).axes, ("losses", "accuracies"), strict=True):
-        np.testing.assert_array_equal(lines(panel)["1 head, JAX"], getattr(runs[1], kind)[:, 0])
-        np.testing.assert_array_equal(
-            lines(panel)["8 heads, PyTorch"], getattr(runs[8], kind)[:, 1]
-        )
+    assert_png(picture)
+    losses, accuracies = names["plot"](runs).axes
+    assert_compared(losses, runs[1].losses, runs[8].losses)
+    assert_compared(accuracies, runs[1].accuracies, runs[8].accuracies)
 
 
-def test_copy_task_asks_for_what_stood_before_the_separator():
-    copy_task = importlib.import_module("copy_task")
+def assert_compared(panel, one_head, eight_heads):
+    """Assert that a panel shows two of its four curves: the columns are JAX and PyTorch."""
+    curves = {"1 head, JAX": one_head[:, 0], "8 heads, PyTorch": eight_heads[:, 1]}
+    assert_drawn(panel, curves)
+
+
+def test_copy_task_asks_for_what_stood_before_the_separator(copy_task):
     tokens, targets, _ = next(copy_task.sequences(steps=1, b=7))
     length = copy_task.LENGTH
+    before, separator, after = np.split(tokens, [length, length + 1], axis=1)
     assert targets.shape == (7, length)
-    np.testing.assert_array_equal(tokens[:, :length], targets)
-    assert (tokens[:, length] == copy_task.SYMBOLS).all()
-    np.testing.assert_array_equal(tokens[:, length + 1 :], targets[:, :-1])
+    np.testing.assert_array_equal(before, targets)
+    assert (separator == copy_task.SYMBOLS).all()
+    # Behind the separator the answer is fed in, one place late.
+    np.testing.assert_array_equal(after, targets[:, :-1])
 
 
-def test_copy_task_says_when_it_was_learned():
-    copy_task = importlib.import_module("copy_task")
+def test_copy_task_says_when_it_was_learned(copy_task):
+    losses = np.array([[1.0, 1.0], [3.0, 2.0], [1.0, 1.0]])
     shares = np.array([[0.1, 0.9], [0.5, 0.9], [0.4, 0.9]])
-    curves = copy_task.Curves(
-        losses=np.array([[1.0, 1.0], [3.0, 2.0], [1.0, 1.0]]), accuracies=shares
-    )
+    curves = copy_task.Curves(losses=losses, accuracies=shares)
     assert (curves.first(0.5), curves.first(0.6), curves.apart) == (2, None, 0.5)

@@ -29,8 +29,9 @@ def example(monkeypatch):
 
 def test_the_port_is_the_same_function(example):
     vit_nnx = example("vit_nnx")
-    ours, theirs = vit_nnx.ViT(**SIZES, rngs=nnx.Rngs(0)), example("vit_torch").ViT(**SIZES).eval()
+    ours = vit_nnx.ViT(**SIZES, rngs=nnx.Rngs(0))
+    theirs = example("vit_torch").ViT(**SIZES).eval()
+    # The rules name what no shape tells: a convolution as a matrix, and a fused projection.
     layout = convert.auto(ours, theirs, rules=vit_nnx.RULES)
-    assert_parity(
-        ours, theirs, [(3, 2, 10, 10)], layout=layout, checks=["weights", "forward", "gradients"]
-    )
+    checks = ["weights", "forward", "gradients"]
+    assert_parity(ours, theirs, [(3, 2, 10, 10)], layout=layout, checks=checks)

@@ -23,15 +23,19 @@ SIZES = {
 @pytest.mark.usefixtures("as_a_user_has_jax")
 def test_both_faults_have_a_name(monkeypatch):
     monkeypatch.syspath_prepend(EXAMPLES)
-    vit_port, vit_torch = map(importlib.import_module, ("vit_port", "vit_torch"))
-    ours, theirs = vit_port.ViT(**SIZES, rngs=nnx.Rngs(0)), vit_torch.ViT(**SIZES).eval()
+    ours = importlib.import_module("vit_port").ViT(**SIZES, rngs=nnx.Rngs(0))
+    theirs = importlib.import_module("vit_torch").ViT(**SIZES).eval()
     report = compare(
-        *(ours, theirs, [(3, 2, 10, 10)]),
+        ours,
+        theirs,
+        [(3, 2, 10, 10)],
         checks=["forward"],
-        flax_call=lambda m, x: m(x.transpose(0, 2, 3, 1)),
+        # The port takes channels last.
+        flax_call=lambda model, images: model(images.transpose(0, 2, 3, 1)),
     )
     assert not report.passed
     assert report.difference.repaired
+    # One cause for all norms and one for all attentions, not one a layer.
     norms, split = report.causes
     places = "blocks.0.norm1 (also blocks.0.norm2, blocks.1.norm1, blocks.1.norm2 and 1 more)"
     assert norms == f"{places}: flax adds 1e-06, torch 1e-05"
