@@ -21,21 +21,25 @@ def compare(monkeypatch):
 def linear_and_gradients():
     """Return a PyTorch layer after a backward pass, and the same gradients as Flax names them."""
     layer = torch.nn.Linear(3, 2).double()
-    layer(torch.randn(4, 3, dtype=torch.float64)).square().sum().backward()
-    state = nnx.state(nnx.Linear(3, 2, param_dtype=jnp.float64, rngs=nnx.Rngs(0)), nnx.Param)
-    state["kernel"][...] = jnp.asarray(layer.weight.grad.numpy().T)
-    state["bias"][...] = jnp.asarray(layer.bias.grad.numpy())
+    output = layer(torch.randn(4, 3, dtype=torch.float64))
+    output.square().sum().backward()
+    weight, bias = layer.weight.grad, layer.bias.grad
+    kernel = nnx.Param(jnp.asarray(weight.numpy().T))
+    state = nnx.State({"kernel": kernel, "bias": nnx.Param(jnp.asarray(bias.numpy()))})
     return layer, state
 
 
 def test_outputs(compare, capsys):
     tensor = torch.arange(6.0, dtype=torch.float64)
-    compare.same(tensor.numpy() + 1e-13, tensor)
+    output = tensor.numpy()
+    # The largest number is 5, and errors are relative to it.
+    compare.same(output + 1e-13, tensor)
     assert capsys.readouterr().out == "equal: error 2e-14, rule 1e-12\n"
     with pytest.raises(AssertionError, match=r"not equal: error 2\.0e-10, rule 1e-12"):
-        compare.same(tensor.numpy() + 1e-9, tensor)
+        compare.same(output + 1e-9, tensor)
+    # Another shape is not broadcast.
     with pytest.raises(AssertionError, match="error inf"):
-        compare.same(tensor.numpy()[:5], tensor)
+        compare.same(output[:5], tensor)
 
 
 def test_gradients(compare, capsys):
@@ -56,6 +60,7 @@ def test_gradients_of_other_parameters(compare):
 
 def test_gradients_that_should_be_rounding(compare):
     layer, state = linear_and_gradients()
+    # A gradient of zeros has no size by which 1e-6 beside it could be rounding.
     layer.bias.grad = torch.zeros(2, dtype=torch.float64)
     state["bias"][...] = jnp.asarray(np.full(2, 1e-6))
     with pytest.raises(AssertionError):

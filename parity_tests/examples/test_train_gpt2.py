@@ -3,6 +3,7 @@
 import runpy
 import sys
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,6 +24,16 @@ CONFIG = GPT2Config(
     d_model=16, num_heads=2, num_layers=1, context_length=64, vocab_size=320, dropout=0.0
 )
 STEPS = 12
+# The line that raises shows whether the example runs what it reads.
+MODULE = '''"""Module {number}."""
+def f{number}(x):
+    """Return the number {number} of x."""
+class A:
+    """Shared."""
+    async def g(self):
+        \'\'\'Wait for x.\'\'\'
+raise OSError
+'''
 
 
 @pytest.fixture(scope="module")
@@ -31,30 +42,27 @@ def library(tmp_path_factory):
     folder = tmp_path_factory.mktemp("library")
     (folder / "test").mkdir()
     (folder / "test" / "left_out.py").write_text('"""Not part of the library."""')
-    for i in range(150):
-        text = (
-            f'"""Module {i}."""\ndef f{i}(x):\n    """Return the number {i} of x."""\nclass A:\n   '
-            ' """Shared."""\n'
-        )
-        (folder / f"m{i:03}.py").write_text(
-            text + "    async def g(self):\n        '''Wait for x.'''\nraise OSError\n"
-        )
+    for number in range(150):
+        (folder / f"m{number:03}.py").write_text(MODULE.format(number=number))
     return folder
 
 
 @pytest.fixture
 def train(library, monkeypatch):
-    jax.config.update(
-        "jax_disable_most_optimizations", True
-    )  # most of the time is taken by compiling
-    monkeypatch.setitem(
-        EXAMPLE.main.__globals__, "sysconfig", SimpleNamespace(get_path=lambda name: library)
-    )
+    # Compiling takes most of the time.
+    jax.config.update("jax_disable_most_optimizations", True)
+    sysconfig = SimpleNamespace(get_path=lambda name: library)
+    monkeypatch.setitem(EXAMPLE.main.__globals__, "sysconfig", sysconfig)
     return lambda folder, steps=STEPS: EXAMPLE.main(folder, steps, 4, CONFIG)
 
 
 def weights(model):
-    return jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+    state = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    return jax.tree.map(np.asarray, state)
+
+
+def assert_same_weights(found, expected):
+    jax.tree.map(np.testing.assert_array_equal, weights(found), weights(expected))
 
 
 def test_documents_are_read_once_and_not_run(library):
@@ -64,38 +72,34 @@ def test_documents_are_read_once_and_not_run(library):
 
 
 def test_rows_are_packed_documents_in_a_new_order():
-    documents = [np.full(length, i) for i, length in enumerate((5, 3, 9, 1, 4, 8, 7, 2) * 4)]
+    lengths = (5, 3, 9, 1, 4, 8, 7, 2) * 4
+    # Every token is the number of its document.
+    documents = [np.full(length, number) for number, length in enumerate(lengths)]
     corpus = EXAMPLE.Corpus(documents, t=10)
     assert corpus.rows == 15
-    for number in (0, 1):
-        tokens, segments = corpus.epoch(number)
-        assert tokens.shape == segments.shape == (15, 10)
-        np.testing.assert_array_equal(np.diff(tokens, axis=1) != 0, np.diff(segments, axis=1) != 0)
-    assert (corpus.epoch(0)[0] != corpus.epoch(1)[0]).any()
+    first, second = corpus.epoch(0), corpus.epoch(1)
+    assert_documents_are_segments(*first)
+    assert_documents_are_segments(*second)
+    assert (first[0] != second[0]).any()
+
+
+def assert_documents_are_segments(tokens, segments):
+    assert tokens.shape == segments.shape == (15, 10)
+    new_document, new_segment = np.diff(tokens) != 0, np.diff(segments) != 0
+    np.testing.assert_array_equal(new_document, new_segment)
 
 
 def test_batches_go_on_where_they_stopped():
     corpus = EXAMPLE.Corpus([np.arange(1000) % 17], t=10)
-    batches = [next_batch for next_batch, _ in zip(corpus.batches(0), range(30), strict=False)]
+    batches = list(islice(corpus.batches(0), 30))
     reads = [read for read, _, _ in batches]
-    assert reads[:13] == [
-        8,
-        16,
-        24,
-        32,
-        40,
-        48,
-        56,
-        64,
-        72,
-        80,
-        88,
-        96,
-        108,
-    ]  # 4 rows are left of each 100
+    # Twelve batches of 8 rows are in an epoch of 100 rows, and the 4 rows left are skipped.
+    assert reads[:13] == [*range(8, 97, 8), 108]
+    # Within an epoch, and on both sides of its end.
     for i in (4, 11, 12):
-        for ours, theirs in zip(next(corpus.batches(reads[i])), batches[i + 1], strict=True):
-            np.testing.assert_array_equal(ours, theirs)
+        resumed = next(corpus.batches(reads[i]))
+        for found, expected in zip(resumed, batches[i + 1], strict=True):
+            np.testing.assert_array_equal(found, expected)
 
 
 def test_too_little_text():
@@ -117,25 +121,18 @@ def test_a_run_falls_goes_on_and_leaves_a_model(train, tmp_path, capsys):
     resumed, rest = train(tmp_path / "broken")
     assert "goes on after step 4" in capsys.readouterr().out
     assert rest == losses[4:]
-    jax.tree.map(np.testing.assert_array_equal, weights(resumed), weights(model))
-
-    folder = tmp_path / "whole" / "model"
-    jax.tree.map(
-        np.testing.assert_array_equal, weights(GPT2.from_pretrained(folder)), weights(model)
-    )
-    assert transformers.AutoModelForCausalLM.from_pretrained(folder).config.n_embd == CONFIG.d_model
-    arguments = [
-        "generate",
-        "--model",
-        str(folder),
-        "--prompt",
-        "Return the",
-        "--max-new-tokens",
-        "5",
-    ]
-    arguments.append("--no-compile-cache")
-    assert flax_attn_main(arguments) == 0
+    assert_same_weights(resumed, model)
+    assert_opened_by_others(tmp_path / "whole" / "model", model)
     assert capsys.readouterr().out.strip()
+
+
+def assert_opened_by_others(folder, model):
+    """Assert that this package, transformers and the command line read the folder."""
+    assert_same_weights(GPT2.from_pretrained(folder), model)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    assert theirs.config.n_embd == CONFIG.d_model
+    command = ["generate", "--max-new-tokens", "5", "--no-compile-cache"]
+    assert flax_attn_main([*command, "--model", str(folder), "--prompt", "Return the"]) == 0
 
 
 def stopped_after(step, train, folder):
@@ -158,20 +155,15 @@ def stopped_after(step, train, folder):
 
 def test_a_run_that_is_over_is_written_again(library, monkeypatch, tmp_path):
     """From the command line; a step of the whole model would take most of a minute to compile."""
-    tokenizer = EXAMPLE.make_tokenizer(
-        tmp_path / "tokenizer.json", EXAMPLE.docstrings(library), 2048
-    )
-    model = GPT2(replace(EXAMPLE.CONFIG, vocab_size=tokenizer.get_vocab_size()), rngs=nnx.Rngs(5))
+    file = tmp_path / "tokenizer.json"
+    tokenizer = EXAMPLE.make_tokenizer(file, EXAMPLE.docstrings(library), 2048)
+    config = replace(EXAMPLE.CONFIG, vocab_size=tokenizer.get_vocab_size())
+    model = GPT2(config, rngs=nnx.Rngs(5))
     with Checkpoints(tmp_path / "checkpoints") as checkpoints:
         checkpoints.save(1, model, EXAMPLE.make_optimizer(model, 1), rows_read=8)
     monkeypatch.setattr("sysconfig.get_path", lambda name: library)
     monkeypatch.setattr(sys, "argv", ["train_gpt2.py", "--folder", str(tmp_path), "--steps", "1"])
     runpy.run_path(FILE, run_name="__main__")
-    jax.tree.map(
-        np.testing.assert_array_equal,
-        weights(GPT2.from_pretrained(tmp_path / "model")),
-        weights(model),
-    )
-    assert (tmp_path / "model" / "tokenizer.json").read_bytes() == (
-        tmp_path / "tokenizer.json"
-    ).read_bytes()
+    written = tmp_path / "model"
+    assert_same_weights(GPT2.from_pretrained(written), model)
+    assert (written / "tokenizer.json").read_bytes() == file.read_bytes()
