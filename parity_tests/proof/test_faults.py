@@ -5,6 +5,7 @@ Here a share of the variants is tried; `flax-attn faults` tries them all.
 
 import sys
 from dataclasses import replace
+from itertools import chain
 
 import pytest
 import torch
@@ -42,22 +43,36 @@ EXPLAINED = SHARE[::2]
 
 @pytest.mark.parametrize("row", SHARE)
 def test_every_fault_is_detected_first_by_the_check_that_should(row):
-    faults, watched = _faults(row), []
-    detections = detect.detect(faults, watch=watched.append, explain=row in EXPLAINED)
-    found = {result.fault.name: result for result in detections}
-    assert watched == list(found) == [known.name for known in faults]
-    first = {name: result.check and result.check.name for name, result in found.items()}
-    assert first == {known.name: known.check for known in faults}
-    worst = [result.check.worst for result in found.values()]
-    assert "the call itself" not in worst, "a fault must not raise"
-    for name in PASSES.keys() & found.keys():
-        passed = {tolerance for tolerance, good in found[name].fixed.items() if good}
+    names = [known.name for known in _faults(row)]
+    watched = []
+    detections = detect.detect(_faults(row), watch=watched.append, explain=row in EXPLAINED)
+    assert watched == names
+    assert [detection.fault.name for detection in detections] == names
+    for detection in detections:
+        _assert_first_detected_as_expected(detection)
+        _assert_passes_as_expected(detection)
+        _assert_shown(detection, explained=row in EXPLAINED)
+
+
+def _assert_first_detected_as_expected(detection):
+    name = detection.fault.name
+    assert detection.detected, name
+    assert detection.check.name == detection.fault.check, name
+    assert detection.check.worst != "the call itself", "a fault must not raise"
+
+
+def _assert_passes_as_expected(detection):
+    name = detection.fault.name
+    if name in PASSES:
+        passed = {tolerance for tolerance, passes in detection.fixed.items() if passes}
         assert passed == PASSES[name], name
+
+
+def _assert_shown(detection, explained):
     # What is read at no line of the two sides must not be shown at one.
-    for result in detections:
-        said = f"{result.fault.what}\n{result.difference}"
-        read = row in EXPLAINED and result.fault.check in detect.READ
-        assert bool(result.located) == read, said
+    read = explained and detection.fault.check in detect.READ
+    said = f"{detection.fault.what}\n{detection.difference}"
+    assert bool(detection.located) == read, said
 
 
 def _faults(row):
@@ -66,26 +81,21 @@ def _faults(row):
 
 def test_every_fault_is_a_row_of_its_own():
     assert len(FAULTS) >= 114
-    names = {known.name for known in FAULTS}
-    sentences = {known.what for known in FAULTS}
     # One fault that is there twice would count twice as detected.
-    for words in (names, sentences):
-        assert len(words) == len(FAULTS)
-        assert all(words)
+    assert len({known.name for known in FAULTS}) == len(FAULTS)
+    assert len({known.what for known in FAULTS}) == len(FAULTS)
     for known in FAULTS:
+        assert known.name
         assert known.what.endswith(".")
         assert known.patches
         assert known.variant.name == known.row
-    assert set(PASSES) <= names
+    assert set(PASSES) <= {known.name for known in FAULTS}
 
 
 def test_faults_are_patched_into_code_that_ships():
-    targets = {
-        patch.target
-        for known in FAULTS
-        for patch in known.patches
-        if not isinstance(patch.target, str)
-    }
+    patches = chain.from_iterable(known.patches for known in FAULTS)
+    # A path in the module under test is no file.
+    targets = {patch.target for patch in patches if not isinstance(patch.target, str)}
     # What both sides import would be patched on both.
     others = {target for target in targets if not _home(target).startswith("torch_ref")}
     assert others == {Recipe, torch.optim, torch.nn.GELU}
@@ -116,34 +126,48 @@ def test_patches_are_taken_out_again_also_after_an_error(row):
 
 def _state(module):
     """Return the identities of all attributes of the module, `torch_ref`, and all else patched."""
-    files = [file for name, file in sys.modules.items() if name.split(".")[0] == "torch_ref"]
-    things = {*files, Recipe, torch.optim, torch.nn.GELU}
-    for file in files:
-        things |= {thing for thing in vars(file).values() if isinstance(thing, type)}
     state = {}
-    for thing in things:
-        state |= {(str(thing), name): id(value) for name, value in vars(thing).items()}
+    for owner in _files_and_classes():
+        state |= _identities(str(owner), vars(owner))
     for path, part in module.named_modules():
-        own = dict(vars(part))
-        # PyTorch keeps these in dictionaries, whose identity stays when an entry changes.
-        own |= dict(part.named_parameters(recurse=False))
-        own |= dict(part.named_buffers(recurse=False))
-        own |= dict(part.named_children())
-        state |= {(path, name): id(value) for name, value in own.items()}
+        state |= _identities(path, _own_attributes(part))
     return state
+
+
+def _own_attributes(part):
+    own = dict(vars(part))
+    # PyTorch keeps these in dictionaries, whose identity stays when an entry changes.
+    own |= dict(part.named_parameters(recurse=False))
+    own |= dict(part.named_buffers(recurse=False))
+    return own | dict(part.named_children())
+
+
+def _files_and_classes():
+    files = [file for name, file in sys.modules.items() if name.split(".")[0] == "torch_ref"]
+    owners = {*files, Recipe, torch.optim, torch.nn.GELU}
+    for file in files:
+        owners |= {value for value in vars(file).values() if isinstance(value, type)}
+    return owners
+
+
+def _identities(owner, attributes):
+    return {(owner, name): id(value) for name, value in attributes.items()}
 
 
 def test_a_patch_that_cannot_be_applied_takes_out_those_before_it():
     module = torch_ref.RMSNorm(4)
     before = _state(module)
-    right = Patch("", "eps", 0.1)
-    # A number for a parameter, and a name that the module lacks.
-    of_another_type, of_no_attribute = Patch("", "scale", 2.0), Patch("", "epsilon", 0.1)
-    for wrong, error in ((of_another_type, TypeError), (of_no_attribute, AttributeError)):
-        raises = pytest.raises(error, match=r"scale|epsilon")
-        with raises, patched(module, [right, wrong]):
-            pass
+    # PyTorch refuses a number in the place of a parameter.
+    _assert_second_patch_raises(module, Patch("", "scale", 2.0), TypeError)
+    _assert_second_patch_raises(module, Patch("", "epsilon", 0.1), AttributeError)
     assert _state(module) == before
+
+
+def _assert_second_patch_raises(module, wrong, error):
+    right = Patch("", "eps", 0.1)
+    raises = pytest.raises(error, match=r"scale|epsilon")
+    with raises, patched(module, [right, wrong]):
+        pass
 
 
 HARMLESS = fault("harmless", "Nothing goes wrong.", "rms_norm", Copy("", "scale", "scale"))
@@ -167,8 +191,8 @@ def test_a_fault_is_patched_in_alone():
         return 2 * original(self, x)
 
     patch = Wrap(RMSNorm, "forward", doubled)
-    twice = [fault(name, "The output is doubled.", "rms_norm", patch) for name in ("one", "two")]
-    for result in detect.detect(twice):
+    first = fault("one", "The output is doubled.", "rms_norm", patch)
+    for result in detect.detect([first, replace(first, name="two")]):
         # Half of the larger value; of both patches at once it would be three quarters.
         assert result.check.error == pytest.approx(0.5)
     # Each is called for the checks, and for the fixed tolerances.
