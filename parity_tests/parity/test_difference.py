@@ -154,6 +154,32 @@ class LastStepBeforeAnotherFormula:
         return alphas * shifted.cumprod(-1)[:, :-1]  # planted
 
 
+@planted(r"flax has 0, torch has", shapes=((6, 2, 3), (3, 3)))
+class StateBeforeItsUpdate:
+    # The first step of JAX is zeros, which are not those of the gate times the first state.
+    def flax(x, w):
+        def step(states, x):
+            h, c = states
+            gates = x + h @ w
+            updated = jax.nn.sigmoid(gates) * c + jnp.tanh(gates)
+            h = jax.nn.sigmoid(2 * gates) * jnp.tanh(c)  # planted
+            return (h, updated), h
+
+        zeros = jnp.zeros((2, 3))
+        _, outputs = jax.lax.scan(step, (zeros, zeros), x)
+        return outputs
+
+    def torch(x, w):
+        h, c = x.new_zeros(2, 3), x.new_zeros(2, 3)
+        outputs = []
+        for one in x:
+            gates = one + h @ w
+            c = gates.sigmoid() * c + gates.tanh()
+            h = (2 * gates).sigmoid() * c.tanh()  # planted
+            outputs.append(h)
+        return torch.stack(outputs)
+
+
 @planted(r"flax has iota.* < 3, torch has not\(3 < iota", shapes=(X, (5, 8)))
 class OneMoreKeyHiddenByAnotherNumber:
     # Which large number hides a score is no difference beside the mask.

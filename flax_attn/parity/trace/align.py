@@ -46,6 +46,7 @@ class Alignment:
 
     def __post_init__(self):
         self._numbers: dict[Node, Numbers] = {}
+        self._computed_alike: dict[Node, list[Node]] = {}
         self.kept = Sorted(ROOM)
 
     def value(self, node: Node) -> np.ndarray:
@@ -108,7 +109,24 @@ class Alignment:
         if own.telling:
             return self._telling(own)
         # Few numbers are equal by chance in some order: only the same array is the same quantity.
-        return self._exact.get(_bytes(own.array), [])
+        alike = self._exact.get(_bytes(own.array), [])
+        if not alike or node not in self.flax.varying or not _is_one_number(own.array):
+            return alike
+        if node not in self._computed_alike:
+            found = [other for other in alike if self._have_common_operands(node, other)]
+            self._computed_alike[node] = found
+        return self._computed_alike[node]
+
+    def _have_common_operands(self, node: Node, other: Node) -> bool:
+        """Whether a node of PyTorch is computed with the values that one of JAX is.
+
+        A gate times a state that begins with zeros is another quantity than another gate times it.
+        """
+        for operand in node.operands:
+            computed = operand.floating and operand in self.flax.varying
+            if computed and not set(other.operands).intersection(self.matches(operand)):
+                return False
+        return True
 
     def matches_array(self, value: np.ndarray) -> list[Node]:
         """Return the PyTorch nodes that hold the numbers of an array, if these tell anything."""
@@ -185,11 +203,14 @@ class Repair:
 
 
 def _bytes(array: np.ndarray) -> bytes:
-    flat = flattened(array)
     # Numbers that are all alike say nothing but their shape.
-    alike = not flat.size or (flat == flat[0]).all()
-    shape = str(np.squeeze(array).shape) if alike else ""
-    return shape.encode() + flat.tobytes()
+    shape = str(np.squeeze(array).shape) if _is_one_number(array) else ""
+    return shape.encode() + flattened(array).tobytes()
+
+
+def _is_one_number(array: np.ndarray) -> bool:
+    flat = flattened(array)
+    return not flat.size or bool((flat == flat[0]).all())
 
 
 def cone(outputs: Iterable[Node], matched: Mapping[Node, Sequence[Node]]) -> list[Node]:

@@ -155,7 +155,8 @@ class _Builder:
         """Append one element of the first axis."""
 
         def compute(operands: Sequence[np.ndarray]) -> np.ndarray:
-            return operands[0][step]
+            # Of numbers in one axis it is a scalar of NumPy.
+            return np.asarray(operands[0][step])
 
         return self.computed("element", [sequence], compute, scope, index=step)
 

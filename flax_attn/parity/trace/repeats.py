@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import islice
 
 import numpy as np
@@ -28,14 +29,15 @@ def with_repeats(
     repeats = _on_line(alignment, repair)
     if len(repeats) > 1:
         changed = alignment.rerun(repeats)
-    steps = _of_steps(alignment, repair)
-    if steps:
+    replaced = repeats
+    gained = _agreeing(alignment, changed, replaced)
+    for steps in _of_steps(alignment, repair):
         every = alignment.rerun(steps)
         fewer = len(alignment.wrong(every)) <= len(alignment.wrong(changed))
-        gained = _agreeing(alignment, every, steps)
-        if fewer and gained >= _agreeing(alignment, changed, steps):
-            return every, list(steps)
-    return changed, list(repeats)
+        more = _agreeing(alignment, every, steps)
+        if fewer and more >= gained:
+            changed, replaced, gained = every, steps, more
+    return changed, list(replaced)
 
 
 def _on_line(alignment: Alignment, repair: Repair) -> Changed:
@@ -51,17 +53,17 @@ def _on_line(alignment: Alignment, repair: Repair) -> Changed:
     return repeats
 
 
-def _of_steps(alignment: Alignment, repair: Repair) -> Changed:
-    """Return the values that repair every step of a scan alike; none if there is one step."""
-    pairs = _other_steps(alignment, repair.flax, repair.torch)
+def _of_steps(alignment: Alignment, repair: Repair) -> Iterator[Changed]:
+    """Yield the values that repair every step of a scan alike, for each way to pair the steps."""
     chosen = _chosen_layout(repair)
-    if not pairs or chosen is None:
-        return {}
-    steps = {repair.flax: repair.value}
-    for flax, torch in pairs:
-        layouts = laid_out(torch.value, flax.value.shape)
-        steps[flax] = next(islice(layouts, chosen, None))
-    return steps
+    if chosen is None:
+        return
+    for pairs in _paired_steps(alignment, repair.flax, repair.torch):
+        steps = {}
+        for flax, torch in pairs:
+            layouts = laid_out(torch.value, flax.value.shape)
+            steps[flax] = next(islice(layouts, chosen, None))
+        yield steps | {repair.flax: repair.value}
 
 
 def _chosen_layout(repair: Repair) -> int | None:
@@ -82,25 +84,28 @@ def _agreeing(alignment: Alignment, changed: Changed, replaced: Changed) -> int:
     return len(found)
 
 
-def _other_steps(alignment: Alignment, flax: Node, torch: Node) -> list[tuple[Node, Node]]:
-    """Return what two nodes are in the other steps of a scan and of the loop in PyTorch."""
+def _paired_steps(
+    alignment: Alignment, flax: Node, torch: Node
+) -> Iterator[list[tuple[Node, Node]]]:
+    """Yield what two nodes are in every step of a scan and of the loop in PyTorch."""
     if flax.equation is None:
-        return []
+        return
     ours = [node for node in alignment.flax.nodes if _is_step(node, flax)]
     theirs = [node for node in alignment.torch.nodes if _is_alike(node, torch)]
-    # A step of the loop may do what a step of the scan does once several times.
-    each, left = divmod(len(theirs), len(ours))
-    if len(ours) == 1 or left or not each:
-        return []
-    steps = theirs[theirs.index(torch) % each :: each]
-    own = ours.index(flax)
-    # A scan may run from the end.
-    if steps[own] is not torch:
-        steps.reverse()
-    if steps[own] is not torch:
-        return []
-    pairs = zip(ours, steps, strict=True)
-    return [(one, other) for one, other in pairs if one is not flax]
+    times, left = divmod(len(theirs), len(ours))
+    if len(ours) == 1 or left or not times:
+        return
+    own, other = ours.index(flax), theirs.index(torch)
+    # A step of the loop may do what a step of the scan does once several times, or the loop may be
+    # run several times.
+    first = other - other % len(ours)
+    in_each_step = theirs[other % times :: times]
+    in_one_loop = theirs[first : first + len(ours)]
+    for steps in (in_each_step, in_one_loop) if times > 1 else (theirs,):
+        # A scan may run from the end.
+        for order in (steps, steps[::-1]):
+            if order[own] is torch:
+                yield list(zip(ours, order, strict=True))
 
 
 def _is_step(node: Node, other: Node) -> bool:
