@@ -17,6 +17,11 @@ static inline __m512i fill_pair(const BFloat16* x) {
 // Pair j of rows r and r + 1 of the matrix, that of the second 0 behind the last: each two numbers of a column together.
 struct PairOfRows {
   __m512i first, second;
+  // Adds their products with two numbers of x to two sums. A row of x ends with a zero where its width is odd.
+  void add_products(const BFloat16* x, Vector& first_sums, Vector& second_sums) const {
+    first_sums = add_dots(first_sums, fill_pair(x), first);
+    second_sums = add_dots(second_sums, fill_pair(x), second);
+  }
 };
 static inline PairOfRows right_of(const BPart& part, int64_t r, int j, int64_t depth) {
   const BFloat16* from = part.matrix + r * part.matrix_row + j * PAIR;
@@ -35,38 +40,6 @@ static inline void store(float* x, const PairOfRows& y) {
 }
 static inline PairOfRows load_kept(const BPart&, const float* x) {
   return {_mm512_loadu_si512(x), _mm512_loadu_si512(x + WIDTH)};
-}
-
-// sums (M, N pairs) += x (M, depth) @ matrix (depth, N pairs), from a row of x on. A row of x ends with a zero where its
-// width is odd.
-template <int M, int N, typename Right>
-static inline void add_products(const BPart& part, int64_t row, int64_t depth, const Right& right) {
-  __m512 first[M][N], second[M][N];
-  const BFloat16* x = part.x + row * part.x_row;
-  float* sums = part.sums + row * part.sums_row;
-  for (int i = 0; i < M; ++i) {
-    for (int j = 0; j < N; ++j) {
-      first[i][j] = _mm512_loadu_ps(sums + i * part.sums_row + j * PAIR);
-      second[i][j] = _mm512_loadu_ps(sums + i * part.sums_row + j * PAIR + WIDTH);
-    }
-  }
-  int64_t r = 0;
-  do {
-    for (int j = 0; j < N; ++j) {
-      const PairOfRows own = right(r, j);
-      for (int i = 0; i < M; ++i) {
-        const __m512i left = fill_pair(x + i * part.x_row + r);
-        first[i][j] = add_dots(first[i][j], left, own.first);
-        second[i][j] = add_dots(second[i][j], left, own.second);
-      }
-    }
-  } while ((r += 2) < depth);
-  for (int i = 0; i < M; ++i) {
-    for (int j = 0; j < N; ++j) {
-      _mm512_storeu_ps(sums + i * part.sums_row + j * PAIR, first[i][j]);
-      _mm512_storeu_ps(sums + i * part.sums_row + j * PAIR + WIDTH, second[i][j]);
-    }
-  }
 }
 
 // total += x (M, PAIR) @ matrix (R, PAIR)^T, of what `load` reads.
