@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
@@ -110,7 +110,7 @@ class Alignment:
             return self._telling(own)
         # Few numbers are equal by chance in some order: only the same array is the same quantity.
         alike = self._exact.get(_bytes(own.array), [])
-        if not alike or node not in self.flax.varying or not _is_one_number(own.array):
+        if not alike or node not in self.flax.varying or not _is_one_number(flattened(own.array)):
             return alike
         if node not in self._computed_alike:
             found = [other for other in alike if self._have_common_operands(node, other)]
@@ -175,6 +175,8 @@ class Alignment:
         other._exact = self._exact
         other.kept = self.kept
         other._numbers = {node: own for node, own in self._numbers.items() if node not in changed}
+        computed = self._computed_alike.items()
+        other._computed_alike = {node: own for node, own in computed if node not in changed}
         known = self.torch_of
         torch_of = {}
         for node in self.flax.nodes:
@@ -203,18 +205,18 @@ class Repair:
 
 
 def _bytes(array: np.ndarray) -> bytes:
-    # Numbers that are all alike say nothing but their shape.
-    shape = str(np.squeeze(array).shape) if _is_one_number(array) else ""
-    return shape.encode() + flattened(array).tobytes()
-
-
-def _is_one_number(array: np.ndarray) -> bool:
     flat = flattened(array)
+    # Numbers that are all alike say nothing but their shape.
+    shape = str(np.squeeze(array).shape) if _is_one_number(flat) else ""
+    return shape.encode() + flat.tobytes()
+
+
+def _is_one_number(flat: np.ndarray) -> bool:
     return not flat.size or bool((flat == flat[0]).all())
 
 
-def cone(outputs: Iterable[Node], matched: Mapping[Node, Sequence[Node]]) -> list[Node]:
-    """Return the unmatched nodes that lead to outputs, in order."""
+def cone(outputs: Iterable[Node], matched: Container[Node]) -> list[Node]:
+    """Return the nodes that lead to outputs, in order, without matched ones and what is before."""
     found: set[Node] = set()
     waiting = list(outputs)
     while waiting:

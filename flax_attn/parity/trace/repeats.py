@@ -30,13 +30,12 @@ def with_repeats(
     if len(repeats) > 1:
         changed = alignment.rerun(repeats)
     replaced = repeats
-    gained = _agreeing(alignment, changed, replaced)
     for steps in _of_steps(alignment, repair):
         every = alignment.rerun(steps)
         fewer = len(alignment.wrong(every)) <= len(alignment.wrong(changed))
-        more = _agreeing(alignment, every, steps)
-        if fewer and more >= gained:
-            changed, replaced, gained = every, steps, more
+        gained = _agreeing(alignment, every, steps)
+        if fewer and gained >= _agreeing(alignment, changed, steps):
+            changed, replaced = every, steps
     return changed, list(replaced)
 
 
@@ -96,12 +95,13 @@ def _paired_steps(
     if len(ours) == 1 or left or not times:
         return
     own, other = ours.index(flax), theirs.index(torch)
-    # A step of the loop may do what a step of the scan does once several times, or the loop may be
-    # run several times.
-    first = other - other % len(ours)
-    in_each_step = theirs[other % times :: times]
-    in_one_loop = theirs[first : first + len(ours)]
-    for steps in (in_each_step, in_one_loop) if times > 1 else (theirs,):
+    # A step of the loop may do what a step of the scan does once several times.
+    loops = [theirs[other % times :: times]]
+    if times > 1:
+        # The loop may be run several times.
+        first = other - other % len(ours)
+        loops.append(theirs[first : first + len(ours)])
+    for steps in loops:
         # A scan may run from the end.
         for order in (steps, steps[::-1]):
             if order[own] is torch:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flax_attn.parity.trace.align import Alignment, Repair, Values
+from flax_attn.parity.trace.align import Alignment, Repair, Values, cone
 from flax_attn.parity.trace.candidates import SKIPPED, beyond_layout
 from flax_attn.parity.trace.layouts import laid_out
 from flax_attn.parity.trace.numbers import same_array
@@ -145,14 +145,9 @@ def _is_certain(
     alignment: Alignment, changed: Values, given: Node, agreeing: Iterable[Node]
 ) -> bool:
     """Whether what agrees is computed with other values as well, not of the replaced one alone."""
-    seen: set[Node] = set()
-    waiting = list(agreeing)
-    while waiting:
-        node = waiting.pop()
-        if node in seen or node is given:
-            continue
-        seen.add(node)
-        waiting += [operand for operand in node.operands if operand in changed]
+    after = changed.keys() - {given}
+    before = set(alignment.flax.nodes) - after
+    for node in cone(agreeing, before):
         others = [x for x in node.operands if x not in changed and x in alignment.torch_of]
         if any(alignment.numbers(other).telling for other in others):
             return True
