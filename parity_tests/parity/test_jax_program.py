@@ -104,6 +104,19 @@ def test_values_are_those_of_the_run(function):
                 np.testing.assert_array_equal(again, node.value)
 
 
+def test_an_element_of_one_axis_is_an_array():
+    # NumPy takes a scalar from it.
+    def numbered(x):
+        first = x[0]
+        return jax.lax.scan(lambda total, i: (total + first[i], None), first.sum(), jnp.arange(3))[0]
+
+    program = run(numbered)
+    elements = [node.value for node in program.nodes if node.operation == "element"]
+    assert len(elements) == 3
+    for value in elements:
+        assert isinstance(value, np.ndarray), type(value)
+
+
 def test_what_depends_on_a_replaced_value_runs_again():
     program = run(lambda x: jnp.exp(jnp.sin(x)) + x)
     (sine,) = [node for node in program.nodes if node.operation == "sin"]
