@@ -161,7 +161,7 @@ def our_results(model, tokens, cotangent):
 
 def assert_same_function(theirs, ours):
     random = np.random.default_rng(1)
-    # Each logit counts by another number, so that no two gradients can be mistaken.
+    # Each logit counts by another number, so that errors do not cancel in the sum.
     given = random.integers(0, 13, (B, T)), random.normal(size=(B, T, 13))
     expected = their_results(theirs, *given)
     found = our_results(ours, *given)
