@@ -29,12 +29,14 @@ def output_of_torch(layer, *inputs, lengths=None):
     return layer(query, key, value, key_padding_mask=hidden, need_weights=False)[0]
 
 
+CROSS = [(B, T, D), (B, S, KDIM), (B, S, VDIM)]
+
+
 def test_cross_attention(checks):
     ours = equinox.filter_vmap(attention(True, key_size=KDIM, value_size=VDIM))
     theirs = torch_attention(True, kdim=KDIM, vdim=VDIM)
-    inputs = [(B, T, D), (B, S, KDIM), (B, S, VDIM)]
     options = {"layout": "equinox_mha", "torch_call": output_of_torch}
-    report = assert_parity(ours, theirs, inputs, checks=checks.core, **options)
+    report = assert_parity(ours, theirs, CROSS, checks=checks.core, **options)
     # A bias of keys moves all scores of a query alike.
     note = "no effect on the outputs: 8 of 24 elements of in_proj_bias"
     assert note in report.check("gradients").note

@@ -162,27 +162,41 @@ def test_linen_gives_the_mean_of_the_values_where_nothing_is_seen(bound):
     assert report.check("padded rows").where["index"][0] == 0
 
 
+def batch_norm_of_torch():
+    """Return a norm with statistics that are not those of a new one."""
+    layer = torch.nn.BatchNorm1d(D).eval()
+    layer.running_mean.copy_(torch.linspace(-1, 1, D))
+    layer.running_var.copy_(torch.linspace(0.5, 2, D))
+    return layer
+
+
 @pytest.fixture
 def norms():
-    """A norm of Linen, and one of PyTorch with statistics that are not those of a new one."""
+    """Return a norm of Linen and one of PyTorch."""
     layer = linen.BatchNorm(use_running_average=True, epsilon=1e-5)
     variables = layer.init(jax.random.key(0), jnp.ones((B, D)))
-    theirs = torch.nn.BatchNorm1d(D).eval()
-    with torch.no_grad():
-        theirs.running_mean.copy_(torch.linspace(-1, 1, D))
-        theirs.running_var.copy_(torch.linspace(0.5, 2, D))
-    return layer.bind(variables), theirs
+    return layer.bind(variables), batch_norm_of_torch()
 
 
-def test_running_statistics_of_linen_are_copied(norms):
+@pytest.fixture
+def copied(norms):
+    """Return the pair after a comparison that gives Linen the weights of PyTorch."""
     checks = ["weights", "forward", "gradients"]
-    pair = assert_parity(*norms, [(B, D)], checks=checks, redraw=False).pair
-    copied = pair.flax.weights()
-    for name, value in norms[1].state_dict().items():
-        # All but the count of batches, which JAX has not.
-        if value.ndim:
-            np.testing.assert_array_equal(copied[name], value.numpy())
-    fixed = {entry.theirs for entry in pair.entries if not entry.trainable}
+    return assert_parity(*norms, [(B, D)], checks=checks, redraw=False).pair
+
+
+def arrays_of(norm):
+    """Return parameters and statistics; JAX has no count of batches."""
+    state = norm.state_dict()
+    del state["num_batches_tracked"]
+    return {name: value.numpy() for name, value in state.items()}
+
+
+def test_running_statistics_of_linen_are_copied(norms, copied):
+    found = copied.flax.weights()
+    for name, value in arrays_of(norms[1]).items():
+        np.testing.assert_array_equal(found[name], value)
+    fixed = {entry.theirs for entry in copied.entries if not entry.trainable}
     assert fixed == {"running_mean", "running_var"}
 
 

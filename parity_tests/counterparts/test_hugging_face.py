@@ -160,14 +160,15 @@ def bert_padded(layer, x, lengths=None):
     return layer.output.dense(layer.self(x, attention_mask=seen)[0])
 
 
+BERT = {"layout": "hf_bert", "flax_call": padded, "torch_call": bert_padded, "locate": False}
+
+
 def test_bert(checks):
     config = BertConfig(hidden_size=D, num_attention_heads=HEADS, attn_implementation="sdpa")
     sides = attention(causal=False), BertAttention(config).eval()
-    calls = {"flax_call": padded, "torch_call": bert_padded}
-    options = {"layout": "hf_bert", "locate": False, **calls}
-    assert_parity(*sides, INPUTS, checks=(*checks.core, "padded rows"), **options)
+    assert_parity(*sides, INPUTS, checks=(*checks.core, "padded rows"), **BERT)
     # A weight of 0 times a value of NaN is NaN.
-    report = compare(*sides, INPUTS, checks=["non-finite padding"], **options)
+    report = compare(*sides, INPUTS, checks=["non-finite padding"], **BERT)
     assert "PyTorch lets padding reach real tokens of output" in report.explain()
 
 

@@ -2,6 +2,7 @@
 
 import jax
 import numpy as np
+import pytest
 import torch
 from flax import nnx
 
@@ -52,11 +53,15 @@ OF_OTHER_MODULES = {
 }
 
 
-def test_a_classifier_of_token_ids(checks):
+@pytest.fixture
+def report(checks):
     tokens = np.random.default_rng(0).integers(WORDS, size=(B, T))
     sides = Classifier(nnx.Rngs(0)), TorchClassifier().eval()
     options = {"layout": "torch", "checks": checks.all_but(*LONG), "locate": False}
-    report = compare(*sides, {"tokens": tokens}, **options)
+    return compare(*sides, {"tokens": tokens}, **options)
+
+
+def test_a_classifier_of_token_ids(report):
     skipped = {check.name: check.skipped for check in report.checks if not check.ran}
     assert skipped.keys() == OF_FLOATS | OF_OTHER_MODULES
     # What was asked for by name and cannot run fails, and nothing else does.

@@ -21,39 +21,58 @@ def attend(query, key, value, **options):
     return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores), value)
 
 
+def norm(rngs):
+    # PyTorch takes the mean of squared differences: a difference of means rounds otherwise.
+    return nnx.LayerNorm(WIDTH, epsilon=1e-5, use_fast_variance=False, rngs=rngs)
+
+
+def batch_norm(rngs):
+    # Flax keeps 0.9 of the old statistics where PyTorch takes 0.1 of the new.
+    options = {"epsilon": 1e-5, "momentum": 0.9, "use_fast_variance": False}
+    return nnx.BatchNorm(WIDTH, **options, rngs=rngs)
+
+
 class Block(nnx.Module):
     def __init__(self, rngs, **options):
-        self.norm1, self.norm2 = (
-            nnx.LayerNorm(WIDTH, epsilon=1e-5, use_fast_variance=False, rngs=rngs) for _ in "12"
-        )
+        self.norm1 = norm(rngs)
+        self.norm2 = norm(rngs)
         self.attention = nnx.MultiHeadAttention(HEADS, WIDTH, decode=False, rngs=rngs, **options)
-        self.up, self.down = (
-            nnx.Linear(WIDTH, HIDDEN, rngs=rngs),
-            nnx.Linear(HIDDEN, WIDTH, rngs=rngs),
-        )
+        self.up = nnx.Linear(WIDTH, HIDDEN, rngs=rngs)
+        self.down = nnx.Linear(HIDDEN, WIDTH, rngs=rngs)
 
     def __call__(self, x):
         x = x + self.attention(self.norm1(x))
-        return x + self.down(nnx.gelu(self.up(self.norm2(x)), approximate=False))
+        # PyTorch takes the exact one by default, Flax does not.
+        active = nnx.gelu(self.up(self.norm2(x)), approximate=False)
+        return x + self.down(active)
 
 
-class VisionTransformer(nnx.Module):
+class Embedding(nnx.Module):
+    """Images to tokens: one that is learned, and one for each patch."""
+
+    def __init__(self, rngs):
+        size = (PATCH, PATCH)
+        self.patches = nnx.Conv(3, WIDTH, size, strides=size, padding="VALID", rngs=rngs)
+        self.stem_norm = batch_norm(rngs)
+        self.token = nnx.Param(jnp.zeros((1, 1, WIDTH)))
+        self.positions = nnx.Param(jnp.zeros((1, 1 + PATCHES, WIDTH)))
+
+    def embed(self, images):
+        patches = self.stem_norm(self.patches(images))
+        x = patches.reshape(len(images), -1, WIDTH)
+        token = jnp.broadcast_to(self.token[...], (len(images), 1, WIDTH))
+        return jnp.concatenate([token, x], axis=1) + self.positions[...]
+
+
+class VisionTransformer(Embedding):
     def __init__(self, depth, rngs, **options):
-        self.patches = nnx.Conv(
-            3, WIDTH, (PATCH, PATCH), strides=(PATCH, PATCH), padding="VALID", rngs=rngs
-        )
-        self.stem_norm = nnx.BatchNorm(
-            WIDTH, epsilon=1e-5, momentum=0.9, use_fast_variance=False, rngs=rngs
-        )
-        self.token, self.positions = (nnx.Param(jnp.zeros((1, n, WIDTH))) for n in (1, 1 + PATCHES))
+        super().__init__(rngs)
         self.blocks = nnx.List([Block(rngs, **options) for _ in range(depth)])
-        self.norm = nnx.LayerNorm(WIDTH, epsilon=1e-5, use_fast_variance=False, rngs=rngs)
+        self.norm = norm(rngs)
         self.head = nnx.Linear(WIDTH, CLASSES, rngs=rngs)
 
     def __call__(self, images):
-        x = self.stem_norm(self.patches(images)).reshape(images.shape[0], -1, WIDTH)
-        token = jnp.broadcast_to(self.token[...], (images.shape[0], 1, WIDTH))
-        x = jnp.concatenate([token, x], axis=1) + self.positions[...]
+        x = self.embed(images)
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x)[:, 0])
@@ -62,33 +81,44 @@ class VisionTransformer(nnx.Module):
 class TorchBlock(torch.nn.Module):
     def __init__(self):
         super().__init__()
-        self.norm1, self.norm2 = torch.nn.LayerNorm(WIDTH), torch.nn.LayerNorm(WIDTH)
+        self.norm1 = torch.nn.LayerNorm(WIDTH)
+        self.norm2 = torch.nn.LayerNorm(WIDTH)
         self.attention = torch.nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
-        self.up, self.down = torch.nn.Linear(WIDTH, HIDDEN), torch.nn.Linear(HIDDEN, WIDTH)
+        self.up = torch.nn.Linear(WIDTH, HIDDEN)
+        self.down = torch.nn.Linear(HIDDEN, WIDTH)
 
     def forward(self, x):
         y = self.norm1(x)
         x = x + self.attention(y, y, y, need_weights=False)[0]
-        return x + self.down(torch.nn.functional.gelu(self.up(self.norm2(x))))
+        active = torch.nn.functional.gelu(self.up(self.norm2(x)))
+        return x + self.down(active)
 
 
-class TorchVisionTransformer(torch.nn.Module):
-    def __init__(self, depth):
+class TorchEmbedding(torch.nn.Module):
+    def __init__(self):
         super().__init__()
         self.patches = torch.nn.Conv2d(3, WIDTH, PATCH, stride=PATCH)
         self.stem_norm = torch.nn.BatchNorm2d(WIDTH)
-        self.token, self.positions = (
-            torch.nn.Parameter(torch.zeros(1, n, WIDTH)) for n in (1, 1 + PATCHES)
-        )
+        self.token = torch.nn.Parameter(torch.zeros(1, 1, WIDTH))
+        self.positions = torch.nn.Parameter(torch.zeros(1, 1 + PATCHES, WIDTH))
+
+    def embed(self, images):
+        # PyTorch has channels before pixels.
+        patches = self.stem_norm(self.patches(images.permute(0, 3, 1, 2)))
+        x = patches.flatten(2).transpose(1, 2)
+        token = self.token.expand(len(x), -1, -1)
+        return torch.cat([token, x], dim=1) + self.positions
+
+
+class TorchVisionTransformer(TorchEmbedding):
+    def __init__(self, depth):
+        super().__init__()
         self.blocks = torch.nn.ModuleList([TorchBlock() for _ in range(depth)])
-        self.norm, self.head = torch.nn.LayerNorm(WIDTH), torch.nn.Linear(WIDTH, CLASSES)
+        self.norm = torch.nn.LayerNorm(WIDTH)
+        self.head = torch.nn.Linear(WIDTH, CLASSES)
 
     def forward(self, images):
-        x = self.stem_norm(self.patches(images.permute(0, 3, 1, 2)))
-        x = (
-            torch.cat([self.token.expand(len(x), -1, -1), x.flatten(2).transpose(1, 2)], dim=1)
-            + self.positions
-        )
+        x = self.embed(images)
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x)[:, 0])
@@ -122,25 +152,30 @@ def test_running_statistics_are_copied_and_drawn(twins):
     assert (report.pair.weights["stem_norm.running_mean"] != 0).all()
 
 
+class Difference(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.a = nnx.Linear(3, 3, rngs=rngs)
+        self.b = nnx.Linear(3, 3, rngs=rngs)
+
+    def __call__(self, x):
+        return self.a(x) - self.b(x)
+
+
+class TorchDifference(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        layers = {name: torch.nn.Linear(3, 3) for name in ("u", "v")}
+        self.layers = torch.nn.ModuleDict(layers)
+        # Three layers for two: neither names nor shapes say which one is left over.
+        self.extra = torch.nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.layers["u"](x) - self.layers["v"](x)
+
+
 def test_layers_that_fit_in_two_ways_are_refused():
-    class Ambiguous(nnx.Module):
-        def __init__(self):
-            self.a, self.b = (nnx.Linear(3, 3, rngs=nnx.Rngs(0)) for _ in "ab")
-
-        def __call__(self, x):
-            return self.a(x) - self.b(x)
-
-    class TorchAmbiguous(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            layers = {name: torch.nn.Linear(3, 3) for name in ("u", "v")}
-            self.layers = torch.nn.ModuleDict(layers)
-            self.extra = torch.nn.Linear(3, 3)
-
-        def forward(self, x):
-            return self.layers["u"](x) - self.layers["v"](x)
-
-    with pytest.raises(
-        PairingError, match=r"(?s)do not pair.*layout=convert.auto\(flax_module, torch_module"
-    ):
-        assert_parity(Ambiguous(), TorchAmbiguous().eval(), [(2, 3)])
+    sides = Difference(), TorchDifference().eval()
+    rule = r"(?s)do not pair.*layout=convert.auto\(flax_module, torch_module"
+    with pytest.raises(PairingError, match=rule):
+        assert_parity(*sides, [(2, 3)])

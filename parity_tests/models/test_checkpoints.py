@@ -17,7 +17,7 @@ NAME = "transformer.ln_f.bias"
 
 @pytest.fixture
 def folder(tmp_path):
-    """A folder of GPT-2, without its weights, and these."""
+    """Return a folder of GPT-2 without its weights, and the weights."""
     sizes = GPT2Config(6, 2, 2, context_length=8, vocab_size=11)
     GPT2(sizes, rngs=nnx.Rngs(0)).save_pretrained(tmp_path)
     weights = safetensors.torch.load_file(tmp_path / "model.safetensors")
@@ -35,25 +35,28 @@ class Code:
         return os.mkdir, (self.path,)
 
 
+REFUSED = r"is refused: a pickle could run any code\. Save"
+
+
 @pytest.mark.parametrize(
-    "write", [torch.save, lambda value, path: path.write_bytes(pickle.dumps(value))]
+    "write", [torch.save, lambda weights, file: file.write_bytes(pickle.dumps(weights))]
 )
 def test_code_in_a_checkpoint_is_not_run(write, folder):
     path, weights = folder
     write({**weights, NAME: Code(path / "made")}, path / "pytorch_model.bin")
-    with pytest.raises(
-        convert.ConversionError, match=r"is refused: a pickle could run any code\. Save"
-    ):
+    with pytest.raises(convert.ConversionError, match=REFUSED):
         from_pretrained(path)
     assert not (path / "made").exists()
 
 
 def itself():
+    # A pickle may refer to what it is still reading, which has no end as a tree.
     value = {}
     value["inside"] = value
     return value
 
 
+# What torch.load returns may be anything.
 WHOLE = {
     "a list": (lambda: [1], r"must hold weights by name; got list\. Save"),
     "a tensor": (lambda: torch.ones(3), r"must hold weights by name; got Tensor\. Save"),
@@ -71,6 +74,7 @@ def test_a_checkpoint_of_something_else(name, folder):
         from_pretrained(path)
 
 
+# Of one weight, whose name the error has to say.
 UNREADABLE = {
     "sparse": (
         lambda: torch.ones(6).to_sparse(),
@@ -94,6 +98,7 @@ def test_a_weight_that_is_no_array_of_numbers(name, folder):
 
 def test_weights_that_pytorch_negates_where_they_are_read(folder):
     path, weights = folder
+    # A view with a flag: the bytes in memory, and in the file, have the other sign.
     negated = torch.view_as_complex(torch.arange(12.0).reshape(6, 2)).conj().imag
     assert negated.is_neg()
     torch.save({**weights, NAME: negated}, path / "pytorch_model.bin")
@@ -105,6 +110,7 @@ def test_a_checkpoint_that_ends_early(folder):
     path, weights = folder
     file = path / "pytorch_model.bin"
     torch.save(weights, file)
+    # As a download that stopped leaves it.
     file.write_bytes(file.read_bytes()[:1000])
     with pytest.raises(convert.ConversionError, match=r"pytorch_model\.bin is damaged or is not"):
         from_pretrained(path)

@@ -5,24 +5,29 @@ import pytest
 from flax import nnx
 
 IMAGES = {"image_size": (8, 6), "patch_size": (4, 3), "channels": 2}
+# DINOv2 has positions of a square grid only.
 SQUARE = {"image_size": (8, 8), "patch_size": (4, 4), "channels": 2}
 WHISPER = {"num_mel": 5, "num_positions": 7, "context_length": 9, "vocab_size": 11}
+
+
+CONFIGS = {
+    "bert": "BertConfig",
+    "vit": "ViTConfig",
+    "dinov2": "DINOv2Config",
+    "t5": "T5Config",
+    "whisper": "WhisperConfig",
+}
 
 
 def make(side, file, name, *arguments, **options):
     """Return a model of a file of models, of the config of that family."""
     module = side.file(f"models.{file}")
-    config = {
-        "bert": "BertConfig",
-        "vit": "ViTConfig",
-        "dinov2": "DINOv2Config",
-        "t5": "T5Config",
-    }.get(file)
-    sizes = getattr(module, config or "WhisperConfig")(*arguments, **options)
+    sizes = getattr(module, CONFIGS[file])(*arguments, **options)
     return getattr(module, name)(sizes, **numerics(side))
 
 
 def numerics(side):
+    # Only JAX takes a source of random numbers.
     return {"rngs": nnx.Rngs(0)} if side.is_flax else {}
 
 
@@ -39,15 +44,14 @@ def ones(side, *shape):
 
 
 def cross_block(side, width=6, **parts):
-    own = {
-        "att": side.MultiHeadAttention(6, 6, 5, 0.0, 2, **numerics(side)),
-        "cross": side.CrossAttention(width, 4, 0.0, 2, **numerics(side)),
-        "ff": side.FeedForward(6, **numerics(side)),
-        **{f"norm{i}": side.LayerNorm(6) for i in (1, 2, 3)},
-    }
+    own = {f"norm{i}": side.LayerNorm(6) for i in (1, 2, 3)}
+    own["att"] = side.MultiHeadAttention(6, 6, 5, 0.0, 2, **numerics(side))
+    own["cross"] = side.CrossAttention(width, 4, 0.0, 2, **numerics(side))
+    own["ff"] = side.FeedForward(6, **numerics(side))
     return side.CrossBlock(**own | parts)
 
 
+# A wrong call of each rule, and the words that name the rule, the values and the remedy.
 CALLS = {
     "channels of an image": (
         lambda side: side.Patches(6, 3, 4, 2, **numerics(side))(ones(side, 5, 2, 8, 8)),
@@ -173,6 +177,7 @@ def test_a_wrong_call_is_refused_in_words(name, side, no_shape_checks):
 
 def test_a_model_keeps_its_mode_where_its_text_is_refused(sides):
     model = t5(sides[1]).train()
+    # To generate is to evaluate: a mode that stays so would drop nothing in the next step.
     with pytest.raises(ValueError, match="vocabulary"):
         sides[1].generate(model, [99], 1)
     assert model.training

@@ -13,7 +13,8 @@ import transformers
 from flax_attn.models import from_pretrained, generate
 
 NEW, VOCAB = 200, 97
-LENGTHS = (3, 20, 9)  # of the prompts of a batch
+# Of the prompts of a batch.
+LENGTHS = (3, 20, 9)
 DECODER = {
     "hidden_size": 24,
     "intermediate_size": 40,
@@ -104,47 +105,60 @@ def prompts():
     return [random.integers(0, VOCAB, length).tolist() for length in LENGTHS]
 
 
-def store(name, folder, fields):
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(
-        **fields, vocab_size=VOCAB, bos_token_id=0, eos_token_id=None
-    )
-    model = (
-        transformers.AutoModelForCausalLM.from_config(config, experts_implementation="eager")
-        .double()
-        .eval()
-    )
+def new(name, fields):
+    config = getattr(transformers, f"{name}Config")
+    own = config(**fields, vocab_size=VOCAB, bos_token_id=0, eos_token_id=None)
+    build = transformers.AutoModelForCausalLM.from_config
+    return build(own, experts_implementation="eager").double().eval()
+
+
+def redraw(model):
     random = np.random.default_rng(8)
     for parameter in model.parameters():
         # Norms and biases stay near where they begin: with one large bias for all positions, one
         # word repeats for ever.
-        parameter.data += torch.from_numpy(
-            random.normal(0, 0.05 if parameter.ndim == 1 else 1.0, parameter.shape)
-        )
+        deviation = 0.05 if parameter.ndim == 1 else 1.0
+        parameter.data += torch.from_numpy(random.normal(0, deviation, parameter.shape))
+
+
+def store(name, folder, fields):
+    torch.manual_seed(0)
+    model = new(name, fields)
+    redraw(model)
     model.save_pretrained(folder)
     return model
 
 
+def largest(model, prompt, tokens):
+    """Return the tokens of the largest logits behind a prompt and each of its tokens."""
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + tokens[:-1]])).logits[0]
+    return logits[len(prompt) - 1 :].argmax(dim=-1).tolist()
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_greedy_tokens_are_those_of_transformers(name, tmp_path):
-    theirs, ours = store(name, tmp_path, MODELS[name]), from_pretrained(tmp_path)
-    found = generate(ours, prompts(), NEW)
+    theirs = store(name, tmp_path, MODELS[name])
+    found = generate(from_pretrained(tmp_path), prompts(), NEW)
     for prompt, tokens in zip(prompts(), found, strict=True):
-        with torch.no_grad():
-            logits = theirs(torch.tensor([prompt + tokens[:-1]])).logits[0, len(prompt) - 1 :]
         assert len(tokens) == NEW
-        assert len(set(tokens)) > 20  # not stuck on a few words
-        assert logits.argmax(dim=-1).tolist() == tokens
+        # It is not stuck on a few words, which would follow from too little.
+        assert len(set(tokens)) > 20
+        assert largest(theirs, prompt, tokens) == tokens
+
+
+def generated(model, prompt):
+    """Return the 30 tokens that transformers makes of a prompt."""
+    given = torch.tensor([prompt])
+    options = {"attention_mask": torch.ones_like(given), "max_new_tokens": 30}
+    whole = model.generate(given, **options, do_sample=False)
+    return whole[0, len(prompt) :].tolist()
 
 
 def test_tokens_across_the_length_where_longrope_changes_are_those_that_transformers_generates(
     tmp_path,
 ):
-    theirs, ours = store("Phi3", tmp_path, PHI3), from_pretrained(tmp_path)
-    found = generate(ours, prompts(), 30)  # each row comes to 24 tokens at another step
-    for prompt, tokens in zip(prompts(), found, strict=True):
-        given = torch.tensor([prompt])
-        whole = theirs.generate(
-            given, attention_mask=torch.ones_like(given), max_new_tokens=30, do_sample=False
-        )
-        assert whole[0, len(prompt) :].tolist() == tokens
+    theirs = store("Phi3", tmp_path, PHI3)
+    # Each row comes to 24 tokens at another step.
+    found = generate(from_pretrained(tmp_path), prompts(), 30)
+    assert found == [generated(theirs, prompt) for prompt in prompts()]

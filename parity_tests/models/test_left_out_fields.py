@@ -8,9 +8,11 @@ from transformers import AutoConfig
 
 from attn_spec.hugging_face.fields import read_fields
 from flax_attn.models.registry import FAMILIES
+from parity_tests.models.folders import fields_of
 
 # Each class, and each kind of file that it reads.
 KINDS = {f"{cls.__name__}-{kind}": (cls, kind) for cls in FAMILIES for kind in cls.family.read}
+CHOOSE_THE_CLASS = {"model_type", "architectures"}
 
 
 def read(cls, kind, fields, folder):
@@ -33,35 +35,44 @@ def spelt_out(config):
 def filled(folder):
     """Return the fields of a file with those that transformers fills in."""
     AutoConfig.from_pretrained(folder).save_pretrained(folder / "filled")
-    return json.loads((folder / "filled" / "config.json").read_text())
+    return fields_of(folder / "filled")
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_a_field_that_is_left_out_has_the_value_of_transformers(name, tmp_path):
-    cls, kind = KINDS[name]
+def default_fields(cls, kind, folder):
     config = AutoConfig.for_model(kind)
     config.architectures = [cls.family.architecture]
-    config.save_pretrained(tmp_path)
-    fields = json.loads((tmp_path / "config.json").read_text())
-    _, used = read(cls, kind, fields, tmp_path)
-    different, compared = {}, []
-    for field in sorted(used & fields.keys() - {"model_type", "architectures"}):
-        left = {other: value for other, value in fields.items() if other != field}
-        # Sizes have no value that a file could mean: transformers would make up a model.
-        if _is_required(cls, kind, left, field, tmp_path):
-            continue
-        ours, _ = read(cls, kind, left, tmp_path)
-        theirs, _ = read(cls, kind, filled(tmp_path), tmp_path)
-        compared.append(field)
-        if ours != theirs:
-            different[field] = ours, theirs
-    assert len(compared) > 5
-    assert different == {}
+    config.save_pretrained(folder)
+    return fields_of(folder)
 
 
-def _is_required(cls, kind, left, field, folder):
+def is_required(cls, kind, left, field, folder):
     try:
         read(cls, kind, left, folder)
     except ValueError as error:
         return f"lacks the field {field}" in str(error)
     return False
+
+
+def both_readings(cls, kind, left, folder):
+    """Return the config that we read of a file, and the one with the fields of transformers."""
+    ours, _ = read(cls, kind, left, folder)
+    theirs, _ = read(cls, kind, filled(folder), folder)
+    return ours, theirs
+
+
+def read_with_one_left_out(cls, kind, folder):
+    """Yield each field that a file need not have, and both readings without it."""
+    fields = default_fields(cls, kind, folder)
+    _, used = read(cls, kind, fields, folder)
+    for field in sorted(used & fields.keys() - CHOOSE_THE_CLASS):
+        left = {name: value for name, value in fields.items() if name != field}
+        # Sizes have no value that a file could mean: transformers would make up a model.
+        if not is_required(cls, kind, left, field, folder):
+            yield field, both_readings(cls, kind, left, folder)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_field_that_is_left_out_has_the_value_of_transformers(name, tmp_path):
+    compared = dict(read_with_one_left_out(*KINDS[name], tmp_path))
+    assert len(compared) > 5
+    assert {field: pair for field, pair in compared.items() if pair[0] != pair[1]} == {}

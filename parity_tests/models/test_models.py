@@ -1,26 +1,27 @@
 """Whole models: equal on both sides, in one call, in steps, in chunks, and document by document."""
 
+from functools import partial
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from flax import nnx
 
 import torch_ref
 from flax_attn import convert
 from flax_attn.parity import tolerance
-from flax_attn.proof.build import drawn
 from parity_tests.asserts import assert_gradients_near
+from parity_tests.models.build import in_float64
+from parity_tests.models.plans import CHUNKS, STEPS, TOTALS, in_calls, real
 
 B, T, VOCAB = 3, 7, 11
-TOTALS = np.array([7, 4, 6])
-STEPS = (((4, 1, 3), 4), ((1, 1, 1), 1), ((1, 1, 1), 1), ((1, 1, 1), 1))
-CHUNKS = (((3, 0, 2), 4), ((2, 2, 0), 4), ((2, 2, 4), 4))
+# A prompt of four tokens, and then one a call.
+SLICES = (slice(0, 4), slice(4, 5), slice(5, 6), slice(6, 7))
 TOKENS = np.random.default_rng(0).integers(0, VOCAB, (B, T))
 SIZES = {"context_length": 7, "vocab_size": VOCAB}
 LLAMA = {"d_model": 8, "d_hidden": 12, "num_heads": 4, **SIZES}
 
-
+# Layers with a window and without one take turns, so a cache has both kinds.
 TURNS = {"num_layers": 2, "num_kv_heads": 2, "window": 3, "full_layers": (1,)}
 DELTA = {"linear_heads": 4, "linear_key_heads": 2, "linear_head_dim": 3, "linear_value_dim": 5}
 QWEN3_NEXT = {**DELTA, "num_experts": 4, "top_k": 2, "d_expert": 5, "d_shared": 9}
@@ -31,9 +32,8 @@ def gpt2(**options):
 
 
 def llama(rope=lambda side: side.RoPE(), **options):
-    return "Llama", lambda side: side.LlamaConfig(
-        **{**LLAMA, "num_layers": 1, **options}, rope=rope(side)
-    )
+    sizes = {**LLAMA, "num_layers": 1, **options}
+    return "Llama", lambda side: side.LlamaConfig(**sizes, rope=rope(side))
 
 
 def decoder(name, **options):
@@ -41,14 +41,19 @@ def decoder(name, **options):
 
     Parts are functions from a side, too.
     """
+    sizes = {**LLAMA, "num_layers": 1, **options}
 
     def config(side):
-        made = {key: value(side) if callable(value) else value for key, value in options.items()}
-        return getattr(side.file(f"models.{name.lower()}"), f"{name}Config")(
-            **{**LLAMA, "num_layers": 1, **made}
-        )
+        made = {key: value(side) if callable(value) else value for key, value in sizes.items()}
+        file = side.file(f"models.{name.lower()}")
+        return getattr(file, f"{name}Config")(**made)
 
     return name, config
+
+
+def longrope(side):
+    # Beyond four tokens keys turn by the factors 0.3 in place of 1.
+    return side.RoPE(scaling=side.LongRoPEScaling(4.0, 4, (1.0,) * 2, (0.3,) * 2))
 
 
 LATENT = {"kv_lora_rank": 5, "qk_nope_head_dim": 3, "qk_rope_head_dim": 4, "v_head_dim": 2}
@@ -86,6 +91,7 @@ MODELS = {
     "deepseek v3": decoder("DeepseekV3", num_layers=2, **LATENT, q_lora_rank=7, num_dense_layers=1),
     "gpt-oss": decoder("GptOss", num_layers=2, num_experts=4, top_k=2, window=3, full_layers=(1,)),
 }
+# Here JAX scans over layers of one kind; PyTorch has a list of them.
 STACKED = {
     "gpt2, stacked": MODELS["gpt2"],
     "gemma, stacked": decoder("Gemma", num_layers=2, num_kv_heads=1, head_dim=6),
@@ -99,66 +105,55 @@ STACKED = {
     ),
     "qwen3, stacked": decoder("Qwen3", num_layers=2, num_kv_heads=1, head_dim=6, tied=True),
 }
-EVERY = pytest.mark.parametrize(
-    ("name", "config", "scan_layers"),
-    [*((*row, False) for row in MODELS.values()), *((*row, True) for row in STACKED.values())],
-    ids=[*MODELS, *STACKED],
-)
+ROWS = [(*row, False) for row in MODELS.values()]
+ROWS += [(*row, True) for row in STACKED.values()]
+EVERY = pytest.mark.parametrize(("name", "config", "scan_layers"), ROWS, ids=[*MODELS, *STACKED])
 
 
 def build(side, name, config, scan_layers):
     """Return a model in float64, of a class that its family's file has."""
     cls = getattr(side.file(f"models.{name.lower()}"), name)
-    if not side.is_flax:
-        return cls(config).double()
-    return drawn(
-        lambda: cls(config, scan_layers=scan_layers, rngs=nnx.Rngs(0), param_dtype=jnp.float64)
-    )
+    options = {"scan_layers": scan_layers} if side.is_flax else {}
+    return in_float64(side, cls, config, **options)
 
 
 def both(sides, name, config, scan_layers=False):
     """Return each side with its model, the weights of both being the same."""
     ours, theirs = (build(side, name, config(side), scan_layers) for side in sides)
-    random = np.random.default_rng(1)
-    weights = {name: random.normal(0, 0.5, a.shape) for name, a in convert.state_dict(ours).items()}
+    weights = random_weights(convert.state_dict(ours))
     convert.load_state_dict(ours, weights)
-    theirs.load_state_dict({name: sides[1].array(weight) for name, weight in weights.items()})
-    for model in (ours, theirs):
-        model.eval()
+    theirs.load_state_dict({name: torch.from_numpy(array) for name, array in weights.items()})
     return list(zip(sides, (ours, theirs), strict=True))
 
 
-def calls(plan):
-    """Yield how many tokens of each row are real in each call, and which they are."""
-    cached = np.zeros(B, int)
-    for counts, width in plan:
-        yield np.array(counts), np.minimum(cached[:, None] + np.arange(width), T - 1)
-        cached = cached + counts
+def random_weights(state):
+    random = np.random.default_rng(1)
+    return {name: random.normal(0, 0.5, array.shape) for name, array in state.items()}
 
 
-def cached(model, tokens, cache, **options):
-    """Return the logits and the new cache."""
-    attended = model.attend(tokens, cache=cache, **options)
-    return attended.output, attended.cache
+def whole_call(side, model, **options):
+    """Return a compiled call of the model on all tokens."""
+    return side.jit(lambda tokens, **arrays: model(tokens, **options, **arrays))
 
 
-def cached_call(side, model):
-    return side.jit(lambda cache, tokens, lengths: cached(model, tokens, cache, lengths=lengths))
+def cached_call(side, model, **options):
+    """Return a compiled call that takes a cache, and returns the logits and the new cache."""
+
+    def call(cache, tokens, **arrays):
+        attended = model.attend(tokens, cache=cache, **options, **arrays)
+        return attended.output, attended.cache
+
+    return side.jit(call)
 
 
-def in_calls(side, model, call, plan, capacity=T):
-    cache, whole = model.init_cache(B, capacity), np.zeros((B, T, VOCAB))
-    for counts, where in calls(plan):
-        real = np.arange(where.shape[1]) < counts[:, None]
-        tokens = np.where(real, TOKENS[np.arange(B)[:, None], where], VOCAB - 1)
-        logits, cache = call(cache, side.array(tokens), side.array(counts))
-        for row, count in enumerate(counts):
-            whole[row, where[row, :count]] = side.numpy(logits)[row, :count]
-    return whole
-
-
-def real(logits):
-    return np.where(np.arange(T)[:, None] < TOTALS[:, None, None], logits, 0.0)
+def in_slices(side, call, cache, tokens, **arrays):
+    """Return the logits of tokens that come in several calls, with an array for each token."""
+    logits = []
+    for places in SLICES:
+        own = {name: side.array(array[places]) for name, array in arrays.items()}
+        output, cache = call(cache, side.array(tokens[..., places]), **own)
+        logits.append(side.numpy(output))
+    return np.concatenate(logits, axis=-2)
 
 
 def assert_equal(found, reference, rule=tolerance.FORWARD):
@@ -166,117 +161,142 @@ def assert_equal(found, reference, rule=tolerance.FORWARD):
     assert max(errors.values()) <= rule, errors
 
 
+def in_plan(side, model, call, plan, capacity=T):
+    """Return the logits that the calls of a plan have, with a cache for some tokens."""
+    cache = model.init_cache(B, capacity)
+    return in_calls(side, call, cache, TOKENS, plan, VOCAB)
+
+
+def in_every_way(side, model):
+    """Return the logits of the real tokens in one call, in steps and in chunks."""
+    full = whole_call(side, model)(side.array(TOKENS), lengths=side.array(TOTALS))
+    call = cached_call(side, model)
+    steps, chunks = (in_plan(side, model, call, plan) for plan in (STEPS, CHUNKS))
+    found = {"full": real(side.numpy(full)), "steps": steps, "chunks": chunks}
+    return {f"{side.name}: {name}": logits for name, logits in found.items()}
+
+
 @EVERY
 def test_steps_and_chunks_equal_the_full_forward(sides, name, config, scan_layers):
     found = {}
     for side, model in both(sides, name, config, scan_layers):
-        full = side.jit(lambda tokens, lengths, model=model: model(tokens, lengths=lengths))
-        found[f"{side.name}: full"] = real(side.numpy(full(side.array(TOKENS), side.array(TOTALS))))
-        call = cached_call(side, model)
-        found |= {
-            f"{side.name}: {i}": in_calls(side, model, call, plan)
-            for i, plan in enumerate((STEPS, CHUNKS))
-        }
-    assert_equal(found, found["torch_ref: full"])
-    assert np.abs(found["torch_ref: full"]).max() > 0.1
+        found |= in_every_way(side, model)
+    reference = found["torch_ref: full"]
+    assert_equal(found, reference)
+    # Logits of 0 would be equal as well.
+    assert np.abs(reference).max() > 0.1
+
+
+# Two documents in each row, and the places of their tokens.
+DOCUMENTS = np.array([0, 0, 0, 1, 1, 1, 1])
+POSITIONS = np.array([0, 1, 2, 0, 1, 2, 3])
+
+
+def one_by_one(side, model):
+    """Return the logits of each document in a call of its own."""
+    call = whole_call(side, model)
+    documents = np.split(TOKENS, [3], axis=1)
+    logits = [side.numpy(call(side.array(document))) for document in documents]
+    return np.concatenate(logits, axis=1)
+
+
+def packed(side, model):
+    """Return the logits of both documents in one call, and in steps with a cache."""
+    mask = side.Mask.segments(DOCUMENTS)
+    call = whole_call(side, model, mask=mask)
+    whole = call(side.array(TOKENS), positions=side.array(POSITIONS))
+    step, cache = cached_call(side, model, mask=mask), model.init_cache(B, T)
+    cached = in_slices(side, step, cache, TOKENS, positions=POSITIONS)
+    return {"packed": side.numpy(whole), "cached": cached}
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "mistral"])
 def test_packed_documents_equal_each_by_itself(sides, kind):
-    ids, places, ends = (
-        np.array([0, 0, 0, 1, 1, 1, 1]),
-        np.array([0, 1, 2, 0, 1, 2, 3]),
-        ((0, 3), (3, 7)),
-    )
     for side, model in both(sides, *MODELS[kind]):
-        packed = side.jit(
-            lambda x, p, model=model, side=side: model(x, positions=p, mask=side.Mask.segments(ids))
-        )
-        alone = side.jit(lambda x, model=model: model(x))
-        reference = np.concatenate(
-            [side.numpy(alone(side.array(TOKENS[:, i:j]))) for i, j in ends], axis=1
-        )
-        found = {"packed": side.numpy(packed(side.array(TOKENS), side.array(places)))}
-
-        def step(cache, x, p, model=model, side=side):
-            return cached(model, x, cache, positions=p, mask=side.Mask.segments(ids))
-
-        step, cache, logits = side.jit(step), model.init_cache(B, T), []
-        for i, j in ((0, 4), (4, 5), (5, 6), (6, 7)):
-            output, cache = step(cache, side.array(TOKENS[:, i:j]), side.array(places[i:j]))
-            logits.append(side.numpy(output))
-        assert_equal({**found, "cached": np.concatenate(logits, axis=1)}, reference)
+        assert_equal(packed(side, model), one_by_one(side, model))
 
 
 def test_a_window_is_the_same_in_a_cache_of_any_size(sides):
     for side, model in both(sides, *MODELS["mistral"]):
         call = cached_call(side, model)
-        found = {
-            f"{side.name}: {capacity}": in_calls(side, model, call, STEPS, capacity)
-            for capacity in (3, 4)
-        }
-        assert_equal(found, in_calls(side, model, call, CHUNKS))
+        # The window has three tokens: in so small a cache each token takes the place of one that
+        # no later token sees.
+        small = in_plan(side, model, call, STEPS, capacity=3)
+        larger = in_plan(side, model, call, STEPS, capacity=4)
+        found = {f"{side.name}: 3": small, f"{side.name}: 4": larger}
+        assert_equal(found, in_plan(side, model, call, CHUNKS))
 
 
 def test_one_sequence_without_a_batch_axis(sides):
     for side, model in both(sides, *MODELS["llama 3"]):
-        step = side.jit(lambda cache, x, model=model: cached(model, x, cache))
-        cache, found = model.init_cache(None, T), []
-        for i, j in ((0, 4), (4, 5), (5, 6), (6, 7)):
-            logits, cache = step(cache, side.array(TOKENS[0, i:j]))
-            found.append(side.numpy(logits))
-        reference = side.numpy(side.jit(lambda x, model=model: model(x))(side.array(TOKENS[:1])))[0]
-        assert_equal({side.name: np.concatenate(found)}, reference)
+        cache = model.init_cache(None, T)
+        found = in_slices(side, cached_call(side, model), cache, TOKENS[0])
+        batch = whole_call(side, model)(side.array(TOKENS[:1]))
+        assert_equal({side.name: found}, side.numpy(batch)[0])
 
 
-def test_longrope_reads_all_tokens_again_where_its_keys_change(sides):
-    rope = {
-        "rope": lambda side: side.RoPE(scaling=side.LongRoPEScaling(4.0, 4, (1.0,) * 2, (0.3,) * 2))
-    }
-    config = decoder("Phi3", **rope, head_dim=4, context_length=20)
-    (ours, model), (theirs, reference) = both(sides, *config)
-    prompts, generate = (
-        [[1, 2], [3]],
-        [side.file("models.generate").generate for side in (ours, theirs)],
-    )
-    greedy = generate[1](
-        reference, prompts, 16
-    )  # both rows become long, the first one token before the second
-    for prompt, tokens in zip(prompts, greedy, strict=True):
+def assert_greedy(model, found):
+    """Assert that each token has the largest logit after those before it, read without a cache."""
+    for prompt, tokens in zip(PROMPTS, found, strict=True):
         for i, token in enumerate(tokens):
-            logits = reference(torch.tensor([prompt + tokens[:i]]))
+            logits = model(torch.tensor([prompt + tokens[:i]]))
             assert token == logits[0, -1].argmax()
-    assert generate[0](model, prompts, 16) == greedy
-    drawn = [
-        {"temperature": 1.5, "key": key} for key in (jnp.uint32([7, 42]), torch.tensor([7, 42]))
-    ]
-    assert generate[0](model, prompts, 16, **drawn[0]) == generate[1](
-        reference, prompts, 16, **drawn[1]
-    )
+
+
+def generates(side):
+    return side.file("models.generate").generate
+
+
+@pytest.fixture
+def longropes(sides):
+    """Return what generates on each side with its model, and the model of PyTorch."""
+    config = decoder("Phi3", rope=longrope, head_dim=4, context_length=20)
+    (ours, model), (theirs, reference) = both(sides, *config)
+    return partial(generates(ours), model), partial(generates(theirs), reference), reference
+
+
+PROMPTS = [[1, 2], [3]]
+
+
+def test_longrope_reads_all_tokens_again_where_its_keys_change(longropes):
+    generate, generate_torch, reference = longropes
+    # Both rows become long, the first one token before the second.
+    greedy = generate_torch(PROMPTS, 16)
+    assert_greedy(reference, greedy)
+    assert generate(PROMPTS, 16) == greedy
+    sampled = generate(PROMPTS, 16, temperature=1.5, key=jnp.uint32([7, 42]))
+    key = torch.tensor([7, 42])
+    assert sampled == generate_torch(PROMPTS, 16, temperature=1.5, key=key)
 
 
 def test_hidden_and_head_are_the_two_halves_of_a_call(sides):
     for side, model in both(sides, *MODELS["gpt2"]):
-        halves = side.jit(lambda x, model=model: model.logits(model.hidden(x)))(side.array(TOKENS))
-        whole = side.jit(lambda x, model=model: model(x))(side.array(TOKENS))
-        assert_equal({side.name: side.numpy(halves)}, side.numpy(whole))
+        halves = side.jit(lambda x, model=model: model.logits(model.hidden(x)))
+        tokens = side.array(TOKENS)
+        whole = whole_call(side, model)(tokens)
+        assert_equal({side.name: side.numpy(halves(tokens))}, side.numpy(whole))
 
 
 def test_recomputed_blocks_have_the_same_gradients():
     """In torch_ref; `tests/training/test_remat.py` does the same for flax_attn."""
-    found = [
-        gradients(torch_ref.GPT2(MODELS["gpt2"][1](torch_ref), remat=remat).double())
-        for remat in (False, True)
-    ]
-    assert_gradients_near(*found)
+    _, config = MODELS["gpt2"]
+    kept, recomputed = (
+        torch_ref.GPT2(config(torch_ref), remat=remat).double() for remat in (False, True)
+    )
+    assert_gradients_near(gradients(kept), gradients(recomputed))
+
+
+def redraw(model):
+    for i, parameter in enumerate(model.parameters()):
+        # A seed each: what a parameter gets does not depend on those before it.
+        random = np.random.default_rng(i)
+        parameter.data = torch.from_numpy(random.normal(0, 0.3, tuple(parameter.shape)))
 
 
 def gradients(model):
     """Return the gradients of the parameters, which start alike, by name."""
     model.eval()
-    for i, parameter in enumerate(model.parameters()):
-        parameter.data = torch.from_numpy(
-            np.random.default_rng(i).normal(0, 0.3, tuple(parameter.shape))
-        )
-    (model(torch.from_numpy(TOKENS)) ** 2).sum().backward()
+    redraw(model)
+    logits = model(torch.from_numpy(TOKENS))
+    (logits**2).sum().backward()
     return {name: parameter.grad.numpy() for name, parameter in model.named_parameters()}

@@ -1,22 +1,26 @@
 """gpt-oss as published, its experts in blocks of four bits: equal to transformers."""
 
-import json
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from transformers import GptOssConfig, GptOssForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from flax_attn import set_backend
-from flax_attn.convert import ConversionError, state_dict
 from flax_attn.convert.headers import read_headers
-from flax_attn.models import from_pretrained, generate
+from flax_attn.models import from_pretrained
 from flax_attn.models.hugging_face.mxfp4 import dequantized
-from flax_attn.parity.tolerance import LOW_FORWARD, reordered
+from flax_attn.parity.tolerance import LOW_FORWARD
+from parity_tests.models.folders import edit, load_weights, problems, save_weights, shorten
+from parity_tests.models.held import (
+    assert_same_model,
+    assert_same_weights,
+    both_forms,
+    some_tokens,
+)
 
 SIZES = {
     "hidden_size": 32,
@@ -41,111 +45,110 @@ PUBLISHED = {
 }
 
 
+def random_bytes(random, low, high, *shape):
+    return torch.from_numpy(random.integers(low, high, shape, np.uint8))
+
+
 def pack(weights):
-    """Replace the kernels of experts by random blocks and scales, neither infinite nor 0."""
+    """Replace the kernels of experts by random blocks and scales."""
     random = np.random.default_rng(0)
-    for name in [name for name in weights if name.endswith(("gate_up_proj", "down_proj"))]:
+    kernels = [name for name in weights if name.endswith(("gate_up_proj", "down_proj"))]
+    for name in kernels:
         e, i, o = weights.pop(name).shape
-        for part, shape, low, high in (
-            ("blocks", (e, o, i // 32, 16), 0, 256),
-            ("scales", (e, o, i // 32), 110, 125),
-        ):
-            weights[f"{name}_{part}"] = torch.from_numpy(
-                random.integers(low, high, shape, np.uint8)
-            )
+        # A block has 32 numbers in 16 bytes.
+        weights[f"{name}_blocks"] = random_bytes(random, 0, 256, e, o, i // 32, 16)
+        # Powers of two from 2**-17 to 2**-3: no number is infinite, and none becomes 0.
+        weights[f"{name}_scales"] = random_bytes(random, 110, 125, e, o, i // 32)
 
 
 def unpacked(weights):
     """Return the weights as transformers reads them."""
-    found = {
-        name: weight
-        for name, weight in weights.items()
-        if not name.endswith(("_blocks", "_scales"))
-    }
-    names = [name.removesuffix("_blocks") for name in weights if name.endswith("_blocks")]
-    both = {name: (weights[f"{name}_blocks"], weights[f"{name}_scales"]) for name in names}
-    return found | {name: convert_moe_packed_tensors(*pair) for name, pair in both.items()}
+    found = {}
+    for name, weight in weights.items():
+        kernel = name.removesuffix("_blocks")
+        if kernel != name:
+            found[kernel] = convert_moe_packed_tensors(weight, weights[f"{kernel}_scales"])
+        elif not name.endswith("_scales"):
+            found[name] = weight
+    return found
 
 
 @pytest.fixture
 def folder(tmp_path):
-    GptOssForCausalLM(GptOssConfig(**SIZES)).to(torch.bfloat16).save_pretrained(tmp_path)
-    config = tmp_path / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | PUBLISHED))
-    weights = load_file(tmp_path / "model.safetensors")
+    model = GptOssForCausalLM(GptOssConfig(**SIZES))
+    model.to(torch.bfloat16).save_pretrained(tmp_path)
+    edit(tmp_path, **PUBLISHED)
+    weights = load_weights(tmp_path)
     pack(weights)
-    save_file(weights, tmp_path / "model.safetensors")
+    save_weights(weights, tmp_path)
     return tmp_path
 
 
 @pytest.mark.parametrize("scan_layers", [False, True])
 def test_a_published_gptoss_has_the_weights_of_transformers(folder, scan_layers):
     ours = from_pretrained(folder, scan_layers=scan_layers)
-    theirs = unpacked(load_file(folder / "model.safetensors"))
-    found = state_dict(ours, type(ours).family.layout)
-    assert found.keys() == theirs.keys()
+    found = assert_same_weights(ours, unpacked(load_weights(folder)))
     assert {array.dtype for array in found.values()} == {jnp.dtype(jnp.bfloat16)}
-    for name, weight in theirs.items():
-        np.testing.assert_array_equal(
-            found[name].astype(np.float32), weight.float().numpy(), err_msg=name
-        )
+
+
+def every_byte():
+    """Return blocks of every byte, once for each of their scales."""
+    block = torch.arange(256, dtype=torch.uint8).reshape(1, 1, 16, 16)
+    # A scale of 255 is no number.
+    scales = torch.arange(255, dtype=torch.uint8).reshape(255, 1, 1)
+    return block.repeat(255, 1, 1, 1), scales.repeat(1, 1, 16)
 
 
 def test_every_byte_under_every_scale(tmp_path):
-    blocks = torch.arange(256, dtype=torch.uint8).reshape(1, 1, 16, 16).repeat(255, 1, 1, 1)
-    scales = (
-        torch.arange(255, dtype=torch.uint8).reshape(255, 1, 1).repeat(1, 1, 16)
-    )  # 255 is no number
-    save_file({"x_blocks": blocks, "x_scales": scales}, tmp_path / "model.safetensors")
-    entry = dequantized(read_headers(tmp_path / "model.safetensors"))["x"]
+    blocks, scales = every_byte()
+    file = tmp_path / "model.safetensors"
+    save_file({"x_blocks": blocks, "x_scales": scales}, file)
+    found = dequantized(read_headers(file))["x"].read()
     theirs = convert_moe_packed_tensors(blocks, scales).float().numpy()
-    assert entry.shape == theirs.shape
-    np.testing.assert_array_equal(entry.read().astype(np.float32), theirs)
+    np.testing.assert_array_equal(found.astype(np.float32), theirs, strict=True)
 
 
 def test_blocks_without_their_scales_are_named(folder):
-    weights = load_file(folder / "model.safetensors")
     name = "model.layers.1.mlp.experts.down_proj"
-    weights[f"{name}_scales"] = weights[f"{name}_scales"][:, :-1].contiguous()
-    save_file(weights, folder / "model.safetensors")
-    with pytest.raises(ConversionError) as raised:
-        from_pretrained(folder)
-    lines = [line.strip() for line in str(raised.value).splitlines()[1:]]
-    wrong = [f"missing {name} ", f"unexpected {name}_blocks ", f"unexpected {name}_scales "]
-    assert len(lines) == 3
-    assert all(line.startswith(start) for line, start in zip(lines, wrong, strict=True)), lines
+    shorten(folder, f"{name}_scales")
+    missing, blocks, scales = problems(folder)
+    assert missing.startswith(f"missing {name} ")
+    assert blocks.startswith(f"unexpected {name}_blocks ")
+    assert scales.startswith(f"unexpected {name}_scales ")
+
+
+@pytest.fixture
+def forms(folder, backend):
+    """Return the model as it is stored, and in floats."""
+    models = both_forms(folder)
+    for model in models:
+        set_backend(model, backend)
+    return models
 
 
 @pytest.mark.parametrize("backend", ["auto", "reference"])
-def test_held_as_it_is_stored_it_is_the_model_in_floats(folder, backend):
-    floats = from_pretrained(folder, param_dtype=jnp.float32)
-    held = from_pretrained(folder, param_dtype=jnp.float32, weights="stored")
-    for model in (floats, held):
-        set_backend(model, backend)
-    tokens = jnp.asarray(np.random.default_rng(0).integers(0, SIZES["vocab_size"], (2, 9)))
-    for some in (tokens, tokens[:1, :5]):
-        found, expected = ({"": np.asarray(model(some))} for model in (held, floats))
-        assert max(reordered(found, expected).values()) <= 1
-    experts = held.trf_blocks[1].ff.experts
-    assert experts.W_gate.weight.dtype == jnp.uint8
+def test_held_as_it_is_stored_it_is_the_model_in_floats(forms):
+    assert_same_model(*forms, SIZES["vocab_size"])
+    gate = forms[0].trf_blocks[1].ff.experts.W_gate
+    assert gate.weight.dtype == jnp.uint8
     # 32 numbers take 16 bytes and a scale.
-    assert experts.W_gate.weight.nbytes + experts.W_gate.scale.nbytes == 4 * 64 * 17
-    assert generate(held, [3, 1, 4], 4) == generate(floats, [3, 1, 4], 4)
+    assert gate.weight.nbytes + gate.scale.nbytes == 4 * 64 * 17
+
+
+def error_in_bfloat16(folder, weights, tokens, exact):
+    model = from_pretrained(folder, param_dtype=jnp.bfloat16, weights=weights)
+    assert model.trf_blocks[0].ff.experts.W_up.param_dtype == jnp.bfloat16
+    # Routers compute in float32.
+    with jax.numpy_dtype_promotion("standard"):
+        found = model(tokens)
+    return np.abs(np.asarray(found).astype(np.float32) - exact).max()
 
 
 def test_held_in_bfloat16_it_is_as_near_as_floats(folder):
-    whole = from_pretrained(folder, param_dtype=jnp.float32)
-    tokens = jnp.asarray(np.random.default_rng(0).integers(0, SIZES["vocab_size"], (2, 9)))
-    exact = np.asarray(whole(tokens))
-    errors = []
-    for weights in (None, "stored"):
-        model = from_pretrained(folder, param_dtype=jnp.bfloat16, weights=weights)
-        # Routers compute in float32.
-        with jax.numpy_dtype_promotion("standard"):
-            found = np.asarray(model(tokens)).astype(np.float32)
-        assert model.trf_blocks[0].ff.experts.W_up.param_dtype == jnp.bfloat16
-        errors.append(np.abs(found - exact).max())
-    floats, held = errors
+    tokens = some_tokens(SIZES["vocab_size"])
+    exact = np.asarray(from_pretrained(folder, param_dtype=jnp.float32)(tokens))
+    floats = error_in_bfloat16(folder, None, tokens, exact)
+    held = error_in_bfloat16(folder, "stored", tokens, exact)
     assert held <= LOW_FORWARD * floats
 
 

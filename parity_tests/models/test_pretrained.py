@@ -10,7 +10,6 @@ import pytest
 import torch
 import transformers
 from flax import nnx
-from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, modeling_rope_utils
 from transformers.models.deepseek_v3 import modeling_deepseek_v3
 from transformers.models.diffllama import modeling_diffllama
@@ -38,8 +37,15 @@ from flax_attn.models import GPT2, Llama, from_pretrained
 from flax_attn.models.hugging_face import folder as loader
 from flax_attn.models.language_model import LanguageModel
 from flax_attn.models.registry import FAMILIES
-from flax_attn.parity import tolerance
-from parity_tests.asserts import assert_near
+from parity_tests.asserts import assert_near, assert_results_near
+from parity_tests.models.folders import (
+    fields_of,
+    load_weights,
+    problems,
+    read_by_transformers,
+    save_weights,
+)
+from parity_tests.models.states import by_path
 
 B, T, CONTEXT = 3, 11, 16
 GPT2_SIZES = {"n_embd": 6, "n_head": 2, "n_layer": 2, "n_positions": CONTEXT, "vocab_size": 13}
@@ -54,29 +60,27 @@ LLAMA_SIZES = {
     "vocab_size": 13,
 }
 MODULES = (
-    *(modeling_rope_utils, modeling_llama, modeling_mistral, modeling_qwen2, modeling_qwen3),
-    *(
-        modeling_gemma,
-        modeling_gemma2,
-        modeling_gemma3,
-        modeling_olmo2,
-        modeling_phi3,
-        modeling_smollm3,
-    ),
-    *(
-        modeling_diffllama,
-        modeling_mixtral,
-        modeling_qwen3_moe,
-        modeling_gpt_oss,
-        modeling_deepseek_v3,
-    ),
+    modeling_rope_utils,
+    modeling_deepseek_v3,
+    modeling_diffllama,
+    modeling_gemma,
+    modeling_gemma2,
+    modeling_gemma3,
+    modeling_gpt_oss,
+    modeling_llama,
+    modeling_mistral,
+    modeling_mixtral,
+    modeling_olmo2,
+    modeling_phi3,
+    modeling_qwen2,
+    modeling_qwen3,
+    modeling_qwen3_moe,
     modeling_qwen3_next,
+    modeling_smollm3,
 )
 NO_IDS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-ATTENTION = {
-    "Gemma2": "eager",
-    "GptOss": "eager",
-}  # transformers' SDPA does not cap scores, and has no sinks
+# Transformers' SDPA does not cap scores, and has no sinks.
+ATTENTION = {"Gemma2": "eager", "GptOss": "eager"}
 
 
 @pytest.fixture
@@ -97,14 +101,23 @@ def build(kind, dtype=torch.float64, **fields):
     """Return a model of transformers, every parameter random."""
     # Grouped products of experts, the other form, are not there in float64.
     forms = {"attn_implementation": ATTENTION.get(kind, "sdpa"), "experts_implementation": "eager"}
-    model = AutoModelForCausalLM.from_config(config_of(kind, **fields), **forms).to(dtype).eval()
-    random = np.random.default_rng(0)
-    biases = [
-        buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")
-    ]
-    for parameter in (*model.parameters(), *biases):
-        parameter.data = torch.from_numpy(random.normal(0, 0.5, parameter.shape)).to(dtype)
+    config = config_of(kind, **fields)
+    model = AutoModelForCausalLM.from_config(config, **forms).to(dtype).eval()
+    redraw(model, dtype)
     return model
+
+
+def redraw(model, dtype):
+    random = np.random.default_rng(0)
+    for parameter in (*model.parameters(), *router_biases(model)):
+        numbers = random.normal(0, 0.5, parameter.shape)
+        parameter.data = torch.from_numpy(numbers).to(dtype)
+
+
+def router_biases(model):
+    """Return the biases of DeepSeek's routers, which are no parameters there."""
+    named = dict(model.named_buffers())
+    return [buffer for name, buffer in named.items() if name.endswith("e_score_correction_bias")]
 
 
 def read_config(folder):
@@ -118,54 +131,53 @@ def stored(kind, folder, **fields):
     return theirs, from_pretrained(folder)
 
 
-def their_gradients(model, tokens, cotangent):
+def their_results(model, tokens, cotangent):
+    """Return the logits and the gradients."""
     logits = model(torch.from_numpy(tokens)).logits
     (logits * torch.from_numpy(cotangent)).sum().backward()
-    return logits.detach().numpy(), {name: p.grad.numpy() for name, p in model.named_parameters()}
+    gradients = {name: p.grad.numpy() for name, p in model.named_parameters()}
+    return {"logits": logits.detach().numpy()}, gradients
 
 
-def our_gradients(model, tokens, cotangent):
-    def weighed(model, tokens, cotangent):
+@nnx.jit
+def weighed_gradients(model, tokens, cotangent):
+    """Return the gradients of the weighed logits, and the logits."""
+
+    def weighed(model):
         logits = model(tokens)
         return (logits * cotangent).sum(), logits
 
-    gradients, logits = nnx.jit(nnx.grad(weighed, has_aux=True))(
-        model, jnp.asarray(tokens), jnp.asarray(cotangent)
-    )
-    flat = {
-        ".".join(map(str, path)): np.asarray(leaf[...])
-        for path, leaf in nnx.to_flat_state(gradients)
-    }
-    held = (*model.family.others, model.family.layout)[
-        0
-    ]  # what transformers holds, where it stores otherwise
-    return np.asarray(logits), convert.to_layout(flat, held, axes=axes_of(model, held))
+    return nnx.grad(weighed, has_aux=True)(model)
+
+
+def our_results(model, tokens, cotangent):
+    """Return the logits and the gradients."""
+    gradients, logits = weighed_gradients(model, jnp.asarray(tokens), jnp.asarray(cotangent))
+    # Where transformers stores other arrays than it holds, gradients are those of what it holds.
+    held, *_ = (*model.family.others, model.family.layout)
+    arrays = convert.to_layout(by_path(gradients), held, axes=axes_of(model, held))
+    return {"logits": np.asarray(logits)}, arrays
 
 
 def assert_same_function(theirs, ours):
     random = np.random.default_rng(1)
-    tokens, cotangent = random.integers(0, 13, (B, T)), random.normal(size=(B, T, 13))
-    their_logits, their = their_gradients(theirs, tokens, cotangent)
-    our_logits, our = our_gradients(ours, tokens, cotangent)
-    assert_equal_logits(our_logits, their_logits)
-    errors = tolerance.gradient_errors(our, their)
-    assert our.keys() == their.keys()
-    assert max(errors.values()) <= tolerance.GRADIENT, errors
+    # Each logit counts by another number, so that errors do not cancel in the sum.
+    given = random.integers(0, 13, (B, T)), random.normal(size=(B, T, 13))
+    expected = their_results(theirs, *given)
+    found = our_results(ours, *given)
+    assert found[1].keys() == expected[1].keys()
+    assert_results_near(found, expected)
 
 
 def assert_same_logits(theirs, ours, t):
     tokens = np.random.default_rng(1).integers(0, 13, (B, t))
     logits = nnx.jit(lambda model, tokens: model(tokens))(ours, jnp.asarray(tokens))
-    assert_equal_logits(
-        np.asarray(logits), theirs(torch.from_numpy(tokens)).logits.detach().numpy()
-    )
-
-
-def assert_equal_logits(ours, theirs):
-    assert_near({"logits": ours}, {"logits": theirs})
+    expected = theirs(torch.from_numpy(tokens)).logits.detach().numpy()
+    assert_near({"logits": np.asarray(logits)}, {"logits": expected})
 
 
 SLIDING, FULL = "sliding_attention", "full_attention"
+# Shorter than the tokens of a test, so that it hides some.
 WINDOW = {"use_sliding_window": True, "sliding_window": 4}
 GEMMA3 = {
     "query_pre_attn_scalar": 5,
@@ -178,7 +190,8 @@ GEMMA3 = {
     },
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4}
-TURNS = {"beta_fast": 0.2, "beta_slow": 0.05}  # at indices 1 and 3 of the 4 frequencies
+# At indices 1 and 3 of the 4 frequencies.
+TURNS = {"beta_fast": 0.2, "beta_slow": 0.05}
 QWEN3_MOE = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 7}
 QWEN3_NEXT = {
     **QWEN3_MOE,
@@ -204,6 +217,7 @@ DEEPSEEK = {
     "moe_intermediate_size": 7,
     "first_k_dense_replace": 1,
 }
+# What each family computes in more than one way: each field here changes the outputs.
 FUNCTIONS = [
     ("GPT2", {"activation_function": "gelu", "reorder_and_upcast_attn": True}),
     (
@@ -327,31 +341,36 @@ LONGROPE = {
 }
 
 
+LONG_PHI3 = {
+    "original_max_position_embeddings": 8,
+    "num_hidden_layers": 1,
+    # Transformers takes 48 / 6 for the head width.
+    "hidden_size": 48,
+}
+
+
 @pytest.mark.parametrize(
     ("t", "amplitude"), [(8, {}), (9, {}), (10, {"attention_factor": 1.5}), (8, {"factor": 7.0})]
 )
 def test_a_longrope_changes_beyond_its_original_context(t, amplitude, tmp_path, in_float64):
     rope = {**LONGROPE, **amplitude, "partial_rotary_factor": 0.75}
-    fields = {
-        "rope_parameters": rope,
-        "original_max_position_embeddings": 8,
-        "num_hidden_layers": 1,
-    }
-    theirs, ours = stored(
-        "Phi3", tmp_path, **fields, hidden_size=48
-    )  # transformers takes 48 / 6 for the head width
+    theirs, ours = stored("Phi3", tmp_path, **LONG_PHI3, rope_parameters=rope)
     assert_same_logits(theirs, ours, t)
-    ours.save_pretrained(tmp_path / "ours")
-    assert from_pretrained(tmp_path / "ours").config == ours.config
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", dtype=torch.float64)
-    assert_same_logits(again, ours, t)
+    assert_same_logits(round_trip(ours, tmp_path / "ours"), ours, t)
+
+
+def round_trip(ours, folder):
+    """Return the model of transformers in the folder of ours, which we read alike."""
+    ours.save_pretrained(folder)
+    assert from_pretrained(folder).config == ours.config
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
 
 
 @pytest.mark.parametrize("t", [CONTEXT, CONTEXT + 1, 2 * CONTEXT])
 def test_a_dynamic_rope_reaches_beyond_its_original_context(t, tmp_path, in_float64):
-    theirs, ours = stored(
-        "Llama", tmp_path, rope_parameters=dict(ROPES["dynamic"]), num_hidden_layers=1
-    )
+    fields = {"rope_parameters": dict(ROPES["dynamic"]), "num_hidden_layers": 1}
+    theirs, ours = stored("Llama", tmp_path, **fields)
+    # Our config counts the tokens that the factor makes room for, theirs those before.
     assert ours.config.context_length == 2.5 * CONTEXT
     assert_same_logits(theirs, ours, t)
 
@@ -359,34 +378,40 @@ def test_a_dynamic_rope_reaches_beyond_its_original_context(t, tmp_path, in_floa
 def as_version_4(config):
     """Return a config as transformers 4 wrote it."""
     rope = dict(config.pop("rope_parameters"))
-    theta, name = rope.pop("rope_theta"), rope.pop("rope_type")
-    old = {
-        "rope_theta": theta,
-        "rope_scaling": {"type": name, **rope} if name != "default" else None,
-    }
-    return config | old | {"torch_dtype": config.pop("dtype")}
+    old = {"rope_theta": rope.pop("rope_theta"), "torch_dtype": config.pop("dtype")}
+    kind = rope.pop("rope_type")
+    old["rope_scaling"] = None if kind == "default" else {"type": kind, **rope}
+    return config | old
 
 
 @pytest.mark.parametrize("name", ROPES)
 def test_a_config_of_transformers_4_reads_alike(name, tmp_path):
     config_of("Llama", rope_parameters=dict(ROPES[name])).save_pretrained(tmp_path)
-    config, file = read_config(tmp_path), tmp_path / "config.json"
-    file.write_text(json.dumps(as_version_4(json.loads(file.read_text()))))
+    config = read_config(tmp_path)
+    old = as_version_4(fields_of(tmp_path))
+    (tmp_path / "config.json").write_text(json.dumps(old))
     assert read_config(tmp_path) == config
+    # Two configs that both lost the field would be equal, too.
     assert config.rope.base == ROPES[name].get("rope_theta", 10000.0)
+
+
+def written_by_us(folder):
+    """Write the config of a folder again, and return how transformers reads it."""
+    ours = read_config(folder)
+    written = loader.write_config(Llama.family, ours, "float64")
+    (folder / "config.json").write_text(written)
+    assert read_config(folder) == ours
+    return transformers.AutoConfig.from_pretrained(folder)
 
 
 @pytest.mark.parametrize("name", ROPES)
 def test_what_we_write_transformers_reads_alike(name, tmp_path):
     config_of("Llama", rope_parameters=dict(ROPES[name])).save_pretrained(tmp_path)
     before = transformers.AutoConfig.from_pretrained(tmp_path)
-    ours = read_config(tmp_path)
-    (tmp_path / "config.json").write_text(loader.write_config(Llama.family, ours, "float64"))
-    assert read_config(tmp_path) == ours
-    after = transformers.AutoConfig.from_pretrained(tmp_path)
+    after = written_by_us(tmp_path)
+    # What rotary parameters say in other words gives the same frequencies.
     assert_configs_equal(after, before, left_out={"rope_parameters"})
-    frequencies = [their_frequencies(config) for config in (after, before)]
-    np.testing.assert_array_equal(*frequencies)
+    np.testing.assert_array_equal(their_frequencies(after), their_frequencies(before))
 
 
 def their_frequencies(config):
@@ -394,18 +419,26 @@ def their_frequencies(config):
     return np.append(rotary.inv_freq.numpy(), rotary.attention_scaling)
 
 
+NOT_THE_FUNCTION = {
+    "transformers_version",
+    "_name_or_path",
+    "architectures",
+    # For transformers 4, beside the one in `rope_parameters`.
+    "partial_rotary_factor",
+}
+
+
 def assert_configs_equal(after, before, left_out=frozenset()):
-    left_out = left_out | {"transformers_version", "_name_or_path", "architectures"}
-    left_out = left_out | {
-        "partial_rotary_factor"
-    }  # for transformers 4, beside that in rope_parameters
-    left, right = (
-        {k: v for k, v in c.to_dict().items() if k not in left_out} for c in (after, before)
-    )
-    assert left == right
+    ignored = NOT_THE_FUNCTION | left_out
+    assert without(after.to_dict(), ignored) == without(before.to_dict(), ignored)
 
 
-KINDS = {  # with no field at its default
+def without(fields, names):
+    return {name: value for name, value in fields.items() if name not in names}
+
+
+# No field is at its default, so that one which is dropped makes a difference.
+KINDS = {
     "GPT2": {
         "tie_word_embeddings": False,
         "n_inner": 10,
@@ -496,55 +529,56 @@ KINDS = {  # with no field at its default
 }
 
 
-def bits(model):
-    return {
-        name: (value.dtype, value.contiguous().view(torch.uint8).numpy().tobytes())
-        for name, value in model.items()
-    }
+def bits(weights):
+    """Return the dtype and the bytes of each tensor: NumPy has no bfloat16 to compare."""
+    found = {}
+    for name, weight in weights.items():
+        raw = weight.contiguous().view(torch.uint8)
+        dtype = str(weight.dtype).removeprefix("torch.")
+        found[name] = dtype, raw.numpy().tobytes()
+    return found
+
+
+def assert_same_bits(model, reference):
+    assert bits(model.state_dict()) == bits(reference.state_dict())
+    assert_configs_equal(model.config, reference.config)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_round_trip_keeps_every_bit(kind, dtype, tmp_path):
-    theirs = build(kind, dtype, **KINDS[kind])
-    theirs.save_pretrained(tmp_path / "theirs")
-    ours = from_pretrained(tmp_path / "theirs")
-    ours.save_pretrained(tmp_path / "ours", max_shard_size=1000)
-    assert len(list((tmp_path / "ours").glob("model-*.safetensors"))) > 1
-    again, report = AutoModelForCausalLM.from_pretrained(
-        tmp_path / "ours", output_loading_info=True
-    )
-    assert not any(report.values())
-    reference = AutoModelForCausalLM.from_pretrained(
-        tmp_path / "theirs"
-    )  # which makes float32 of gpt-oss' norms
-    assert bits(again.state_dict()) == bits(reference.state_dict())
-    assert_configs_equal(again.config, reference.config)
+    build(kind, dtype, **KINDS[kind]).save_pretrained(tmp_path / "theirs")
+    ours = tmp_path / "ours"
+    from_pretrained(tmp_path / "theirs").save_pretrained(ours, max_shard_size=1000)
+    # Small enough for several files, which the index has to name.
+    assert len(list(ours.glob("model-*.safetensors"))) > 1
+    # Not the model that was stored: reading makes float32 of gpt-oss' norms.
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path / "theirs")
+    assert_same_bits(read_by_transformers(AutoModelForCausalLM, ours), reference)
 
 
 def test_a_head_that_is_tied_stays_so(tmp_path):
     _, ours = stored("GPT2", tmp_path / "theirs")
     ours.save_pretrained(tmp_path / "ours")
-    assert "lm_head.weight" not in load_file(tmp_path / "ours" / "model.safetensors")
+    assert "lm_head.weight" not in load_weights(tmp_path / "ours")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+    # One tensor, not two that are equal: they would part in training.
     assert again.lm_head.weight is again.transformer.wte.weight
 
 
 def parameters(model):
-    return {
-        name: np.asarray(param[...]).tobytes() for name, param in convert.parameters(model).items()
-    }
+    named = convert.parameters(model).items()
+    return {name: np.asarray(parameter[...]).tobytes() for name, parameter in named}
+
+
+def without_prefix(weights, prefix):
+    return {name.removeprefix(prefix): value for name, value in weights.items()}
 
 
 def old_gpt2(weights):
     """Make it like the first uploads: no head, no prefix, and entries that are not parameters."""
-    weights = {
-        name.removeprefix("transformer."): value
-        for name, value in weights.items()
-        if name != "lm_head.weight"
-    }
     mask = torch.ones(1, 1, CONTEXT, CONTEXT, dtype=torch.bool).tril()
-    return weights | {
+    return without_prefix(without(weights, {"lm_head.weight"}), "transformer.") | {
         "h.0.attn.bias": mask,
         "h.0.attn.masked_bias": torch.tensor(-1e4),
         "h.1.attn.bias": mask.clone(),
@@ -553,9 +587,8 @@ def old_gpt2(weights):
 
 def old_llama(weights):
     """Without the prefix, and with the frequencies."""
-    return {name.removeprefix("model."): value for name, value in weights.items()} | {
-        "layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)
-    }
+    frequencies = {"layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+    return without_prefix(weights, "model.") | frequencies
 
 
 def inside(weights):
@@ -565,9 +598,9 @@ def inside(weights):
 
 def with_head(weights):
     """With the head, though it is tied."""
-    return weights | {
-        "lm_head.weight": next(v for k, v in weights.items() if k.endswith("wte.weight")).clone()
-    }
+    (table,) = (value for name, value in weights.items() if name.endswith("wte.weight"))
+    # safetensors refuses two tensors that share memory.
+    return weights | {"lm_head.weight": table.clone()}
 
 
 @pytest.mark.parametrize(
@@ -575,37 +608,41 @@ def with_head(weights):
     [("GPT2", old_gpt2), ("GPT2", with_head), ("Llama", old_llama), ("Llama", inside)],
 )
 def test_other_names_for_the_same_weights(kind, change, tmp_path):
-    _, ours = stored(
-        kind, tmp_path, **({"tie_word_embeddings": True} if change is old_llama else {})
-    )
-    save_file(change(load_file(tmp_path / "model.safetensors")), tmp_path / "model.safetensors")
+    fields = {"tie_word_embeddings": True} if change is old_llama else {}
+    _, ours = stored(kind, tmp_path, **fields)
+    save_weights(change(load_weights(tmp_path)), tmp_path)
     assert parameters(from_pretrained(tmp_path)) == parameters(ours)
+
+
+def save_for_pytorch(weights, folder):
+    torch.save(weights, folder / "pytorch_model.bin")
+
+
+def save_shards_for_pytorch(weights, folder):
+    """Save every second weight in a file of its own, with the index that says which."""
+    names, files = sorted(weights), ("pytorch_model-1.bin", "pytorch_model-2.bin")
+    for i, file in enumerate(files):
+        torch.save({name: weights[name] for name in names[i::2]}, folder / file)
+    places = {name: files[i % 2] for i, name in enumerate(names)}
+    index = folder / "pytorch_model.bin.index.json"
+    index.write_text(json.dumps({"weight_map": places}))
 
 
 @pytest.mark.parametrize("shards", [1, 2])
 def test_a_checkpoint_of_pytorch_is_read(shards, tmp_path):
     theirs, ours = stored("GPT2", tmp_path)
+    # It would be read in place of the files of PyTorch.
     (tmp_path / "model.safetensors").unlink()
-    names = sorted(theirs.state_dict())
-    files = (
-        ["pytorch_model.bin"]
-        if shards == 1
-        else [f"pytorch_model-{i + 1}.bin" for i in range(shards)]
-    )
-    for i, file in enumerate(files):
-        torch.save(
-            {name: theirs.state_dict()[name] for name in names[i :: len(files)]}, tmp_path / file
-        )
-    if shards > 1:
-        index = {"weight_map": {name: files[i % len(files)] for i, name in enumerate(names)}}
-        (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    save = save_for_pytorch if shards == 1 else save_shards_for_pytorch
+    save(theirs.state_dict(), tmp_path)
     assert parameters(GPT2.from_pretrained(tmp_path)) == parameters(ours)
 
 
 def test_a_checkpoint_of_more_than_weights(tmp_path):
     theirs, _ = stored("GPT2", tmp_path)
     (tmp_path / "model.safetensors").unlink()
-    torch.save({**theirs.state_dict(), "epoch": 3}, tmp_path / "pytorch_model.bin")
+    save_for_pytorch({**theirs.state_dict(), "epoch": 3}, tmp_path)
+    # Checkpoints of training often hold such a number beside the weights.
     with pytest.raises(convert.ConversionError, match=r"unexpected epoch \(\)"):
         GPT2.from_pretrained(tmp_path)
 
@@ -620,12 +657,10 @@ def test_shards_of_transformers_are_read(tmp_path):
 def test_a_parameter_is_cast_as_asked(tmp_path):
     theirs, _ = stored("Llama", tmp_path)
     ours = Llama.from_pretrained(tmp_path, param_dtype=jnp.bfloat16)
-    expected = {name: value.to(torch.bfloat16) for name, value in theirs.state_dict().items()}
-    cast = convert.state_dict(ours, ours.family.layout)
-    assert {array.dtype.name for array in cast.values()} == {"bfloat16"}
-    assert {n: a.tobytes() for n, a in cast.items()} == {
-        n: b for n, (_, b) in bits(expected).items()
-    }
+    found = convert.state_dict(ours, ours.family.layout)
+    assert {array.dtype.name for array in found.values()} == {"bfloat16"}
+    raw = {name: ("bfloat16", array.tobytes()) for name, array in found.items()}
+    assert raw == bits(theirs.to(torch.bfloat16).state_dict())
 
 
 def test_dropout_is_drawn_as_in_the_config(tmp_path):
@@ -633,56 +668,71 @@ def test_dropout_is_drawn_as_in_the_config(tmp_path):
     assert ours.config.dropout == 0.25
     other = GPT2.from_pretrained(tmp_path, dropout=0.5)
     assert other.config == replace(ours.config, dropout=0.5)
+    # Without a source of random numbers it would drop nothing.
     assert jax.tree.leaves(nnx.state(other, nnx.RngState))
 
 
 @pytest.mark.parametrize("kind", ["Mixtral", "Qwen3Moe", "DeepseekV3", "Qwen3Next"])
 def test_experts_that_are_fused_in_the_file_are_read_too(kind, tmp_path):
     theirs = build(kind, **KINDS[kind])
-    for original in (True, False):  # as on the Hub, and as transformers 5 holds them
-        theirs.save_pretrained(tmp_path / str(original), save_original_format=original)
-    one, other = (from_pretrained(tmp_path / str(original)) for original in (True, False))
-    names = [
-        set(load_file(tmp_path / str(original) / "model.safetensors")) for original in (True, False)
-    ]
-    assert not any("gate_up_proj" in name for name in names[0])
-    assert any("gate_up_proj" in name for name in names[1])
-    assert parameters(one) == parameters(other)
+    hub = stored_as(theirs, tmp_path / "hub", original=True)
+    # As transformers 5 holds them.
+    fused = stored_as(theirs, tmp_path / "fused", original=False)
+    assert not has_fused(hub)
+    assert has_fused(fused)
+    assert parameters(from_pretrained(hub)) == parameters(from_pretrained(fused))
+
+
+def stored_as(model, folder, original):
+    model.save_pretrained(folder, save_original_format=original)
+    return folder
+
+
+def has_fused(folder):
+    return any("gate_up_proj" in name for name in load_weights(folder))
+
+
+EXPERTS = "model.layers.1.block_sparse_moe.experts"
+
+
+def damage(folder):
+    """Leave out two weights of experts, give one other shapes, and add a sixth expert."""
+    weights = load_weights(folder)
+    del weights[f"{EXPERTS}.0.w1.weight"]
+    del weights[f"{EXPERTS}.4.w2.weight"]
+    weights[f"{EXPERTS}.3.w3.weight"] = torch.zeros(2, 2)
+    weights[f"{EXPERTS}.5.w3.weight"] = torch.zeros(10, 12)
+    save_weights(weights, folder)
+
+
+DAMAGE = [
+    f"missing {EXPERTS}.0.w1.weight",
+    f"missing {EXPERTS}.4.w2.weight",
+    f"mis-shaped {EXPERTS}.3.w3.weight: expected (10, 12), got (2, 2)",
+    f"unexpected {EXPERTS}.5.w3.weight",
+]
 
 
 def test_experts_that_are_missing_are_listed(tmp_path):
     build("Mixtral", **KINDS["Mixtral"]).save_pretrained(tmp_path)
-    weights = load_file(tmp_path / "model.safetensors")
-    prefix = "model.layers.1.block_sparse_moe.experts"
-    gone = ["0.w1.weight", "4.w2.weight"]
-    for name in gone:
-        del weights[f"{prefix}.{name}"]
-    weights[f"{prefix}.3.w3.weight"] = torch.zeros(2, 2)
-    weights[f"{prefix}.5.w3.weight"] = torch.zeros(10, 12)
-    save_file(weights, tmp_path / "model.safetensors")
-    with pytest.raises(convert.ConversionError) as caught:
-        from_pretrained(tmp_path)
-    lines = [line.strip() for line in str(caught.value).splitlines()[1:]]
-    starts = [f"missing {prefix}.{name}" for name in gone]
-    starts += [
-        f"mis-shaped {prefix}.3.w3.weight: expected (10, 12), got (2, 2)",
-        f"unexpected {prefix}.5.w3.weight",
-    ]
-    assert len(lines) == len(starts)
-    assert all(line.startswith(start) for line, start in zip(lines, starts, strict=True)), lines
+    damage(tmp_path)
+    lines = problems(tmp_path)
+    assert len(lines) == len(DAMAGE)
+    for line, start in zip(lines, DAMAGE, strict=True):
+        assert line.startswith(start)
 
 
 def test_stacked_layers_of_experts_are_read_alike(tmp_path):
     build("Mixtral", **KINDS["Mixtral"]).save_pretrained(tmp_path)
-    assert parameters(from_pretrained(tmp_path, scan_layers=True)) == parameters(
-        from_pretrained(tmp_path)
-    )
+    stacked = from_pretrained(tmp_path, scan_layers=True)
+    assert parameters(stacked) == parameters(from_pretrained(tmp_path))
 
 
 def test_every_decoder_is_in_the_table_and_is_exported_on_both_sides():
     decoders = [cls for cls in FAMILIES if issubclass(cls, LanguageModel)]
     named = {getattr(transformers, f"{kind}Config").model_type for kind in KINDS}
     assert named >= {kind for cls in decoders for kind in cls.family.read}
+    # A new family is forgotten in one of the packages otherwise.
     for cls in FAMILIES:
         assert getattr(flax_attn.models, cls.__name__) is cls
         assert hasattr(torch_ref.models, cls.__name__)

@@ -3,8 +3,8 @@
 The PyTorch models are our twins and transformers' own.
 """
 
+from functools import partial
 from importlib import import_module
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -28,14 +28,17 @@ from flax_attn.training import train_step
 STEPS, VOCAB, CONTEXT = 100, 17, 10
 RATE, BETAS, EPS, DECAY = 1e-2, (0.9, 0.95), 1e-8, 0.1
 RANDOM = np.random.default_rng(0)
-TOKENS = (RANDOM.integers(0, VOCAB, (STEPS, 4, 1)) + 3 * np.arange(9)) % VOCAB  # the next is 3 more
+# The next token is 3 more, which a model can learn.
+TOKENS = (RANDOM.integers(0, VOCAB, (STEPS, 4, 1)) + 3 * np.arange(9)) % VOCAB
 KEYS = RANDOM.integers(0, 2**32, (STEPS, 2))
+# Two documents in most rows; ids need not count up.
 SEGMENTS = np.array([[0] * 4 + [1] * 5, [3] * 9, [2] * 7 + [0] * 2, [1] * 2 + [5] * 7])
 
 
 @pytest.fixture(autouse=True)
 def promotion():
-    with jax.numpy_dtype_promotion("standard"):  # optax raises a float to an integer count
+    # optax raises a float to an integer count.
+    with jax.numpy_dtype_promotion("standard"):
         yield
 
 
@@ -43,55 +46,53 @@ def train_flax(model, batches):
     """Return the loss before every step; the model is changed."""
     tx = optax.adamw(RATE, *BETAS, EPS, weight_decay=DECAY)
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-    return np.array(
-        [float(train_step(model, optimizer, tokens, **options)) for tokens, options in batches]
-    )
+    steps = (train_step(model, optimizer, tokens, **options) for tokens, options in batches)
+    return np.array([float(loss) for loss in steps])
+
+
+def step_torch(model, optimizer, loss):
+    # Otherwise PyTorch adds the gradients of all steps.
+    optimizer.zero_grad()
+    value = loss(model)
+    value.backward()
+    optimizer.step()
+    return value.item()
 
 
 def train_torch(model, losses):
     """Return the loss before every step, given what computes each; the model is changed."""
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=RATE, betas=BETAS, eps=EPS, weight_decay=DECAY
-    )
-    found = []
-    for loss in losses:
-        optimizer.zero_grad()
-        value = loss(model)
-        value.backward()
-        optimizer.step()
-        found.append(value.item())
-    return np.array(found)
+    options = {"lr": RATE, "betas": BETAS, "eps": EPS, "weight_decay": DECAY}
+    optimizer = torch.optim.AdamW(model.parameters(), **options)
+    return np.array([step_torch(model, optimizer, loss) for loss in losses])
 
 
 def nonzero_gradients(model, loss):
     """Return which elements of each parameter have a gradient beyond rounding."""
-    names, parameters = zip(*model.named_parameters(), strict=True)
-    gradients = torch.autograd.grad(loss(model), parameters)
-    found = {name: gradient.numpy() for name, gradient in zip(names, gradients, strict=True)}
+    parameters = dict(model.named_parameters())
+    gradients = torch.autograd.grad(loss(model), parameters.values())
+    arrays = [gradient.numpy() for gradient in gradients]
+    found = dict(zip(parameters, arrays, strict=True))
     return tolerance.nonzero_gradient(found, found)
 
 
-def assert_same_run(losses, ours, theirs, nonzero, layout):
-    """Compare the losses of all steps, and the final parameters that the function depends on.
+def learnt(state, nonzero):
+    """Return parameters with 0 where the function does not depend on them.
 
-    Softmax ignores a key bias: its gradient is rounding alone, of which AdamW makes a step as large
-    as any other.
+    Softmax ignores a key bias: its gradient is nothing but rounding, of which AdamW makes a step as
+    large as any other.
     """
-    assert losses[0][-10:].mean() < 0.95 * losses[0][:10].mean()
-    errors = tolerance.relative({"loss": losses[0]}, {"loss": losses[1]})
-    reference = {
-        name: value.detach().numpy()
-        for name, value in theirs.state_dict().items()
-        if name in nonzero
-    }
-    found = convert.state_dict(ours, layout)
-    sides = (
-        {name: np.where(nonzero[name], side[name], 0.0) for name in reference}
-        for side in (found, reference)
-    )
-    errors |= tolerance.relative(*sides)
+    return {name: np.where(mask, np.asarray(state[name]), 0.0) for name, mask in nonzero.items()}
+
+
+def assert_same_run(losses, ours, theirs, nonzero, layout):
+    """Compare the losses of all steps, and the final parameters that the function depends on."""
+    found, expected = losses
+    # The models learn: else both could stay where they are.
+    assert found[-10:].mean() < 0.95 * found[:10].mean()
+    errors = tolerance.relative({"loss": found}, {"loss": expected})
+    parameters = learnt(convert.state_dict(ours, layout), nonzero)
+    errors |= tolerance.relative(parameters, learnt(theirs.state_dict(), nonzero))
     assert max(errors.values()) <= tolerance.TRAINING, errors
-    return errors
 
 
 EXPERTS = {
@@ -125,29 +126,36 @@ EXPERTS = {
 }
 
 
+SHARED = {"dropout": 0.2, "context_length": CONTEXT, "vocab_size": VOCAB}
+
+
+def gpt2(package):
+    return package.GPT2, package.GPT2Config(12, 3, 1, **SHARED)
+
+
+def llama(package):
+    options = {"num_kv_heads": 2, "attention_bias": True, **SHARED}
+    return package.Llama, package.LlamaConfig(12, 20, 6, 1, **options)
+
+
+def mixture(name, package):
+    file = import_module(f"{package.__name__}.models.{name.lower()}")
+    config = getattr(file, f"{name}Config")
+    return getattr(file, name), config(12, 20, 6, 2, **EXPERTS[name], **SHARED)
+
+
+# From a package to the class of a model and its config.
+TWINS = {"GPT2": gpt2, "Llama": llama, **{name: partial(mixture, name) for name in EXPERTS}}
+
+
 def twins(name):
     """Return our model and its twin, every parameter random, biases included."""
-    sizes = {"context_length": CONTEXT, "vocab_size": VOCAB}
-    classes = [getattr(p, name, None) for p in (flax_attn, torch_ref)]
-    if name == "GPT2":
-        configs = (p.GPT2Config(12, 3, 1, dropout=0.2, **sizes) for p in (flax_attn, torch_ref))
-    elif name == "Llama":
-        options = {"num_kv_heads": 2, "attention_bias": True, "dropout": 0.2, **sizes}
-        configs = (p.LlamaConfig(12, 20, 6, 1, **options) for p in (flax_attn, torch_ref))
-    else:
-        files = [
-            import_module(f"{p.__name__}.models.{name.lower()}") for p in (flax_attn, torch_ref)
-        ]
-        configs = (
-            getattr(f, f"{name}Config")(12, 20, 6, 2, dropout=0.2, **EXPERTS[name], **sizes)
-            for f in files
-        )
-        classes = [getattr(file, name) for file in files]
-    ours, theirs = configs
-    reference = randomised(classes[1](theirs).double())
-    model = classes[0](ours, param_dtype=jnp.float64, rngs=nnx.Rngs(0))
-    convert.load_state_dict(model, reference.state_dict())
-    return model, reference
+    cls, config = TWINS[name](torch_ref)
+    theirs = randomised(cls(config).double())
+    cls, config = TWINS[name](flax_attn)
+    ours = cls(config, param_dtype=jnp.float64, rngs=nnx.Rngs(0))
+    convert.load_state_dict(ours, theirs.state_dict())
+    return ours, theirs
 
 
 def randomised(model):
@@ -159,17 +167,25 @@ def randomised(model):
 
 def twin_losses(**options):
     """Return what computes the loss of each batch in torch_ref."""
-    options = {name: torch.from_numpy(value) for name, value in options.items()}
+    given = {name: torch.from_numpy(value) for name, value in options.items()}
+    batches = zip(torch.from_numpy(TOKENS), torch.from_numpy(KEYS), strict=True)
+    loss = partial(torch_ref.models.loss.next_token_loss, **given)
+    return [partial(loss, tokens=tokens, dropout_key=key) for tokens, key in batches]
 
-    def loss(tokens, key):
-        return lambda model: torch_ref.models.loss.next_token_loss(
-            model, tokens, dropout_key=key, **options
-        )
 
-    return [
-        loss(torch.from_numpy(tokens), torch.from_numpy(key))
-        for tokens, key in zip(TOKENS, KEYS, strict=True)
-    ]
+def our_batches(**options):
+    """Return the tokens of each step, and what else `train_step` takes."""
+    steps = zip(TOKENS, KEYS.astype(np.uint32), strict=True)
+    return [(tokens, {"dropout_key": key, **options}) for tokens, key in steps]
+
+
+def run_twins(name, **options):
+    """Train both, and return all that `assert_same_run` compares."""
+    ours, theirs = twins(name)
+    references = twin_losses(**options)
+    nonzero = nonzero_gradients(theirs, references[0])
+    losses = train_flax(ours, our_batches(**options)), train_torch(theirs, references)
+    return losses, ours, theirs, nonzero, "torch_ref"
 
 
 RUNS = [
@@ -185,31 +201,10 @@ RUNS = [
     ("name", "options"), RUNS, ids=lambda value: value if isinstance(value, str) else min(value)
 )
 def test_dropping_twins_learn_alike(name, options):
-    ours, theirs = twins(name)
-    references = twin_losses(**options)
-    nonzero = nonzero_gradients(theirs, references[0])
-    batches = [
-        (tokens, {"dropout_key": key.astype(np.uint32), **options})
-        for tokens, key in zip(TOKENS, KEYS, strict=True)
-    ]
-    assert_same_run(
-        (train_flax(ours, batches), train_torch(theirs, references)),
-        ours,
-        theirs,
-        nonzero,
-        "torch_ref",
-    )
+    assert_same_run(*run_twins(name, **options))
 
 
-class Float64Torch(SimpleNamespace):
-    """Stands for torch in modules of transformers that name float32: in rotary angles and norms."""
-
-    float = float32 = torch.float64
-
-    def __getattr__(self, name):
-        return getattr(torch, name)
-
-
+# Without dropout, which transformers draws from another source.
 HUGGING_FACE = {
     "GPT2": {
         "vocab_size": VOCAB,
@@ -234,46 +229,52 @@ HUGGING_FACE = {
 }
 
 
+def new(name):
+    """Return a model of transformers, every parameter random."""
+    config = getattr(transformers, f"{name}Config")
+    own = config(**HUGGING_FACE[name], bos_token_id=0, eos_token_id=1)
+    model = transformers.AutoModelForCausalLM.from_config(own, attn_implementation="sdpa")
+    return randomised(model.double())
+
+
+def cross_entropy(model, tokens):
+    # No token follows the last one.
+    logits = model(tokens).logits[:, :-1]
+    return functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+@pytest.fixture
+def in_float64(float64_modules):
+    """Let the rotary angles and norms of transformers be in float64."""
+    with float64_modules(modeling_llama):
+        yield
+
+
+def run_model(theirs, folder):
+    """Train a model of transformers and ours, and return what `assert_same_run` compares."""
+    theirs.save_pretrained(folder)
+    ours = from_pretrained(folder)
+    references = [partial(cross_entropy, tokens=tokens) for tokens in torch.from_numpy(TOKENS)]
+    nonzero = nonzero_gradients(theirs, references[0])
+    losses = train_flax(ours, [(tokens, {}) for tokens in TOKENS]), train_torch(theirs, references)
+    return losses, ours, theirs, nonzero, ours.family.layout
+
+
 @pytest.mark.parametrize("name", HUGGING_FACE)
-def test_a_model_of_transformers_learns_alike(name, tmp_path, monkeypatch):
-    monkeypatch.setattr(modeling_llama, "torch", Float64Torch())
-    config = getattr(transformers, f"{name}Config")(
-        **HUGGING_FACE[name], bos_token_id=0, eos_token_id=1
-    )
-    build = transformers.AutoModelForCausalLM.from_config
-    theirs = randomised(build(config, attn_implementation="sdpa").double())
-    theirs.save_pretrained(tmp_path)
-    ours = from_pretrained(tmp_path)
-    layout = ours.family.layout
+def test_a_model_of_transformers_learns_alike(name, tmp_path, in_float64):
+    assert_same_run(*run_model(new(name), tmp_path))
 
-    def loss(tokens):
-        tokens = torch.from_numpy(tokens)
-        targets = tokens[:, 1:].flatten()
-        return lambda model: functional.cross_entropy(
-            model(tokens).logits[:, :-1].flatten(0, 1), targets
-        )
 
-    nonzero = nonzero_gradients(theirs, loss(TOKENS[0]))
-    losses = (
-        train_flax(ours, [(tokens, {}) for tokens in TOKENS]),
-        train_torch(theirs, map(loss, TOKENS)),
-    )
-    assert_same_run(losses, ours, theirs, nonzero, layout)
+ADAMW = optax.adamw
+
+
+def decays_too_much(*given, weight_decay):
+    return ADAMW(*given, weight_decay=1.001 * weight_decay)
 
 
 def test_another_weight_decay_is_detected(monkeypatch):
-    ours, theirs = twins("Llama")
-    references = twin_losses()
-    nonzero, adamw = nonzero_gradients(theirs, references[0]), optax.adamw
-    monkeypatch.setattr(
-        optax,
-        "adamw",
-        lambda *given, weight_decay: adamw(*given, weight_decay=1.001 * weight_decay),
-    )
-    batches = [
-        (tokens, {"dropout_key": key.astype(np.uint32)})
-        for tokens, key in zip(TOKENS, KEYS, strict=True)
-    ]
-    losses = train_flax(ours, batches), train_torch(theirs, references)
+    # A thousandth: the comparison is as fine as that.
+    monkeypatch.setattr(optax, "adamw", decays_too_much)
+    run = run_twins("Llama")
     with pytest.raises(AssertionError, match="loss"):
-        assert_same_run(losses, ours, theirs, nonzero, "torch_ref")
+        assert_same_run(*run)
