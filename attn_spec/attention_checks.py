@@ -77,6 +77,15 @@ def check_argument(name: str, value: Any, kind: Any, remedy: str) -> None:
         )
 
 
+def check_holds_numbers(name: str, holds_numbers: bool, dtype: Any) -> None:
+    """Raise unless the dtype of an array is one of numbers or booleans."""
+    if not holds_numbers:
+        raise ValueError(
+            f"{name} must be an array of numbers; got dtype {dtype}. Pass"
+            f" {name}.astype(np.float32), or what it holds as one array"
+        )
+
+
 def check_offset(offset: int, t: int, s: int, left: int, right: int) -> None:
     """Raise if the offset of a mask is so far out that all queries see the same keys.
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from numbers import Integral
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -62,7 +62,8 @@ def check_whole(name: str, sizes: Sequence[int], s: int) -> None:
 def check_zeros_and_ones(found: bool | None, dtype: Any, cast: str) -> None:
     """Raise unless a mask of numbers was found to hold 0 and 1 only, and a 1.
 
-    `found` is None where its values are not known, and `cast` the call that makes it boolean.
+    `found` is None where its values are not known, and False for numbers that are not real; `cast`
+    is the call that makes it boolean.
     """
     if found:
         return
@@ -88,6 +89,14 @@ def refuse_operator(operator: str) -> None:
     raise TypeError(
         f"a Mask is a conjunction: parts are combined with &, and there is no {operator}. Write the"
         " condition as a function: Mask.where(lambda b, n, i, j: ...), which may use |, & and ~"
+    )
+
+
+def refuse_truth() -> NoReturn:
+    """Raise for `and`, `or`, `not` and `if`, which would keep one of two masks."""
+    raise TypeError(
+        "a Mask has no truth value: `and` and `or` would drop one of two masks. To attend where"
+        " both let through write mask & other; to ask whether there is a mask write mask is None"
     )
 
 

@@ -11,6 +11,7 @@ from jaxtyping import Array
 
 from attn_spec.mask_checks import check_integers, check_zeros_and_ones, read_array
 from flax_attn.functional.abstract import ArrayOrShape as ArrayLike
+from flax_attn.functional.dtypes import is_integer
 from flax_attn.functional.kv_range import as_int32
 from flax_attn.functional.mask_part import Count
 
@@ -30,6 +31,8 @@ def as_booleans(array: Any) -> Array:
 
 
 def _is_zeros_and_ones(array: Array | np.ndarray) -> bool | None:
+    if not jnp.issubdtype(array.dtype, jnp.floating) and not is_integer(array.dtype):
+        return False
     # With NumPy, as all operations of JAX are traced inside a trace.
     if isinstance(array, Tracer):
         return None

@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Integer
 
 from attn_spec.checks import check_positive
 from attn_spec.function_checks import SEES, check_sees
-from attn_spec.mask_checks import check_window, refuse_operator
+from attn_spec.mask_checks import check_window, refuse_operator, refuse_truth
 from attn_spec.mask_text import check_printable, expression, picture
 from flax_attn.functional.abstract import ArrayOrShape as ArrayLike
 from flax_attn.functional.abstract import or_abstract
@@ -156,6 +156,9 @@ class Mask:
 
     def __invert__(self) -> None:
         refuse_operator("~")
+
+    def __bool__(self) -> bool:
+        refuse_truth()
 
     def resolve(self, b: int, n: int, t: int, s: int) -> Mask:
         """Return the mask for a call of this size: default offsets filled in, shapes checked."""

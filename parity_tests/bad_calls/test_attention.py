@@ -372,6 +372,36 @@ def test_an_operator_that_a_conjunction_lacks_says_what_to_write(side, operator,
         act(side.Mask.causal(), side.array(np.ones((5, 5), bool)))
 
 
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda mask, other: mask and other,
+        lambda mask, other: mask or other,
+        lambda mask, other: not mask,
+        lambda mask, other: mask if mask else other,
+    ],
+)
+def test_a_mask_has_no_truth_value(side, act):
+    rule = r"a Mask has no truth value: .* drop one of two masks\. .* write mask & other"
+    with pytest.raises(TypeError, match=rule):
+        act(side.Mask.causal(), side.Mask.lengths(key=3))
+
+
+@pytest.mark.parametrize("name", ["query", "key", "value", "bias", "sinks"])
+@pytest.mark.parametrize("dtype", [object, "U1"])
+def test_arrays_of_objects_and_text_are_refused(name, dtype):
+    held = np.ones((5, 4, 6), np.float32)
+    given = {"query": held, "key": held, "value": held, name: held.astype(dtype)}
+    rule = rf"{name} must be an array of numbers; got dtype .*\. Pass {name}\.astype"
+    with pytest.raises(ValueError, match=rule):
+        flax_attn.dot_product_attention(**given)
+
+
+def test_a_mask_of_objects_is_refused():
+    with pytest.raises(ValueError, match=r"mask must be boolean.*; got other values, dtype object"):
+        flax_attn.Mask.dense(np.ones((5, 5), object))
+
+
 UNKNOWN = {
     # Arguments of jax.nn.
     "local_window_size": r"pass mask=Mask\.window\(left, right\)",
@@ -426,7 +456,9 @@ def test_a_mask_of_known_zeros_and_ones_is_that_of_booleans(side, x, dtype):
     np.testing.assert_array_equal(got, side.dot_product_attention(x, x, x, is_causal=True))
 
 
-@pytest.mark.parametrize("numbers", [[0.0, 0.0], [0.0, -1e9], [0.0, 2.0], [1.0, NAN]])
+@pytest.mark.parametrize(
+    "numbers", [[0.0, 0.0], [0.0, -1e9], [0.0, 2.0], [1.0, NAN], [1j, 1.0], [0j, 1]]
+)
 def test_other_numbers_are_no_mask(side, numbers):
     with pytest.raises(ValueError, match=r"of 0 and 1 with at least one 1; got other values"):
         side.Mask.dense(side.array(np.array(numbers)))

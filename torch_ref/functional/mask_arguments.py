@@ -28,6 +28,8 @@ def as_booleans(array: Any) -> Tensor:
 
 
 def _is_zeros_and_ones(array: Tensor) -> bool | None:
+    if array.is_complex():
+        return False
     ones = array == 1
     try:
         return bool((ones | (array == 0)).all() and ones.any())

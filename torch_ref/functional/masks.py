@@ -15,7 +15,7 @@ from torch import Tensor
 
 from attn_spec.checks import check_positive
 from attn_spec.function_checks import SEES, check_function
-from attn_spec.mask_checks import check_window, refuse_operator
+from attn_spec.mask_checks import check_window, refuse_operator, refuse_truth
 from attn_spec.mask_text import check_printable, expression, picture
 from torch_ref.functional.mask_arguments import as_booleans, as_ids, as_integers
 from torch_ref.functional.mask_function import Where
@@ -134,6 +134,9 @@ class Mask:
 
     def __invert__(self) -> None:
         refuse_operator("~")
+
+    def __bool__(self) -> bool:
+        refuse_truth()
 
     def resolve(self, b: int, n: int, t: int, s: int) -> Mask:
         """Return the mask for a call of this size: default offsets filled in, shapes checked."""
