@@ -17,7 +17,7 @@ from flax_attn.functional.delta_rule import gated_delta_rule
 from flax_attn.functional.dtypes import accumulation_dtype
 from flax_attn.functional.masks import Mask, as_mask
 from flax_attn.functional.outputs import Outputs
-from flax_attn.functional.padding import real_tokens
+from flax_attn.functional.padding import check_known_lengths, real_tokens
 from flax_attn.functional.shapes import ArrayLike, Tokens
 from flax_attn.modules.calls import Attention
 from flax_attn.modules.linear import Linear
@@ -195,6 +195,7 @@ class DeltaAttention(Attention):
         self, x: Array, mask: Mask, lengths: ArrayLike | int | None, cache: DeltaCache | None
     ) -> tuple[Array, DeltaCache | None]:
         b, t, _ = x.shape
+        check_known_lengths(lengths, b, t)
         if cache is None:
             order = jnp.broadcast_to(jnp.arange(t, dtype=jnp.int32), (b, t))
         else:

@@ -16,6 +16,7 @@ from flax_attn.attention import attend
 from flax_attn.functional.cache import KVCache
 from flax_attn.functional.masks import Mask, as_mask
 from flax_attn.functional.outputs import Outputs
+from flax_attn.functional.padding import check_known_lengths
 from flax_attn.functional.score_function import placed_score
 from flax_attn.functional.shapes import ArrayLike
 from flax_attn.modules.calls import Attention, Bias
@@ -91,7 +92,8 @@ class HeadAttention(Attention):
             check_type("cache", cache, KVCache, "what init_cache of this layer returns")
             cache.check_heads(query.shape[:-2], *self._cached)
             check_cache_window(cache.window, self.window)
-        t = query.shape[-2]
+        *batch, t, _ = query.shape
+        check_known_lengths(lengths, batch[0] if batch else 1, t)
         if cache is None:
             query_positions = jnp.arange(t)
             # On a mesh tokens may arrive in zigzag order.

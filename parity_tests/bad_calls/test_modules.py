@@ -350,6 +350,15 @@ def test_longer_than_context_length(assert_same_error, build, width, name):
     assert_same_error(lambda side: build(side)(side.array(np.ones((2, 7, width)))), match)
 
 
+@pytest.mark.parametrize("lengths", [[2, 6], np.array([6, 2]), 6, -1])
+def test_known_lengths_that_cannot_be(assert_same_error, lengths):
+    match = (
+        r"lengths counts the real tokens of a call of t=5 tokens; got lengths=(6|-1)\. Use 0 to 5"
+    )
+    x = np.ones((2, 5, 6))
+    assert_same_error(lambda side: multi_head(side)(side.array(x), lengths=lengths), match)
+
+
 @pytest.mark.parametrize(
     ("build", "width", "name"), list(MODULES.values())[1:], ids=list(MODULES)[1:]
 )

@@ -151,6 +151,10 @@ BAD = {
         lambda side: cached(side, T + 1),
         r"real tokens of a call of t=5 tokens; got lengths=6\. Use 0 to 5",
     ),
+    "too many without a cache": (
+        lambda side: layer(side, call=lambda side: {"lengths": [T, T + 1]}),
+        r"real tokens of a call of t=5 tokens; got lengths=6\. Use 0 to 5",
+    ),
 }
 
 

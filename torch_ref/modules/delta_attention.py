@@ -15,7 +15,7 @@ from torch_ref.functional.delta_rule import gated_delta_rule
 from torch_ref.functional.dtypes import accumulation_dtype
 from torch_ref.functional.masks import Mask, as_mask
 from torch_ref.functional.outputs import Outputs
-from torch_ref.functional.padding import real_tokens
+from torch_ref.functional.padding import check_known_lengths, real_tokens
 from torch_ref.functional.shapes import ArrayLike, Tokens
 from torch_ref.modules.calls import Attention
 from torch_ref.modules.linear import Linear
@@ -155,6 +155,7 @@ class DeltaAttention(Attention):
         self, x: Tensor, mask: Mask, lengths: ArrayLike | int | None, cache: DeltaCache | None
     ) -> tuple[Tensor, DeltaCache | None]:
         b, t, _ = x.shape
+        check_known_lengths(lengths, b, t)
         if cache is None:
             order = torch.arange(t, device=x.device).expand(b, t)
         else:

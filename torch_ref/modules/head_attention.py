@@ -13,6 +13,7 @@ from torch_ref.attention import attend
 from torch_ref.functional.cache import KVCache
 from torch_ref.functional.masks import Mask, as_mask
 from torch_ref.functional.outputs import Outputs
+from torch_ref.functional.padding import check_known_lengths
 from torch_ref.functional.score_function import placed_score
 from torch_ref.functional.shapes import ArrayLike
 from torch_ref.functional.tags import checkpoint_name
@@ -72,7 +73,8 @@ class HeadAttention(Attention):
             check_type("cache", cache, KVCache, "what init_cache of this layer returns")
             cache.check_heads(tuple(query.shape[:-2]), *self._cached)
             check_cache_window(cache.window, self.window)
-        t = query.shape[-2]
+        *batch, t, _ = query.shape
+        check_known_lengths(lengths, batch[0] if batch else 1, t)
         if cache is None:
             query_positions = torch.arange(t, device=query.device)
         else:
