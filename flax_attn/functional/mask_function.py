@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from attn_spec.attention_checks import check_position
-from attn_spec.function_checks import check_known, check_same_size
+from attn_spec.function_checks import SEES, check_known, check_same_size
 from flax_attn.functional.kv_range import as_int32
 from flax_attn.functional.mask_parts import Positioned
 from flax_attn.functional.shapes import Index
@@ -39,6 +39,10 @@ class Where(Positioned):
         # A function that reads b was placed in one batch, and cannot serve another.
         check_same_size("b", _size(known.b), b)
         check_same_size("n", _size(known.n), n)
+        counts = {"b": b, "n": n, "j": s}
+        if isinstance(self.first_position, int):
+            counts["i"] = self.first_position + t
+        self.function.check_tables("mask", SEES, counts)
         part = replace(known.sized(b, n), offset=self.first_position)
         return super(Where, part).resolve(b, n, t, s)
 

@@ -85,7 +85,8 @@ class Mask:
         The offset is 0 if not given, and follows a `KVCache`.
 
         Raises:
-            ValueError: if it is no such function, or returns no booleans.
+            ValueError: if it is no such function, or returns no booleans; in a call, if it reads an
+                array at an index that goes beyond its end.
 
         Example:
             >>> strided = Mask.where(lambda b, n, i, j: (i - j) % 2 == 0) & Mask.causal()

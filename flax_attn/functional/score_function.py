@@ -38,7 +38,8 @@ class ScoreFunction:
 
     Raises:
         ValueError: in a call, if the function takes other arguments or returns something else, or
-            if there is not one position for each token.
+            if there is not one position for each token, or an array is read at an index that goes
+            beyond its end.
 
     Example:
         >>> from flax_attn import attend
@@ -63,6 +64,13 @@ class ScoreFunction:
         score = jax.ShapeDtypeStruct((), dtype)
         traced, result = trace("score", self.function, SCORES, (score,))
         check_scored(dtype_name(result.dtype), result.shape, dtype_name(dtype), ())
+        counts = {"b": b, "n": n}
+        # Positions that are given are not read, so that no call waits for the device.
+        if self.query_positions is None:
+            counts["i"] = t
+        if self.key_positions is None:
+            counts["j"] = s
+        traced.check_tables("score", SCORES, counts)
         return TracedScore(
             function=traced,
             b=jnp.arange(b, dtype=jnp.int32),

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -40,12 +40,15 @@ class FunctionProgram:
         operations: what the function computes; programs of the same operations are equal, so that a
             function that is made anew in every step is not compiled anew.
         reads: for each argument, whether the result depends on it.
+        tables: for each axis of an array that an argument reads by itself, the place of the
+            argument and the size of the axis.
     """
 
     jaxpr: Any = field(compare=False, repr=False)
     name: str = field(compare=False)
     operations: tuple = field(repr=False)
     reads: tuple[bool, ...]
+    tables: tuple[tuple[int, int], ...] = ()
 
 
 @jax.tree_util.register_dataclass
@@ -88,6 +91,18 @@ class IndexFunction:
         over_keys = _mapped(self, count, j=0)
         over_queries = _mapped(over_keys, count, i=0)
         return _mapped(over_queries, count, n=0)
+
+    def check_tables(self, what: str, arguments: Sequence[str], counts: dict[str, int]) -> None:
+        """Raise if an array that is read at an argument is too short for its count of values."""
+        for place, size in self.program.tables:
+            name = arguments[place]
+            count = counts.get(name, 0)
+            if count > size:
+                raise ValueError(
+                    f"the function of a {what} reads an axis of {size} entries at {name}, which"
+                    f" goes from 0 to {count - 1}: JAX takes the last entry for all beyond it. Make"
+                    f" the array larger, or write jnp.minimum({name}, {size - 1})"
+                )
 
     @property
     def floats(self) -> tuple[Array, ...]:
@@ -161,6 +176,7 @@ def trace(
         name=getattr(function, "__name__", type(function).__name__),
         operations=_operations(closed.jaxpr, _reference(function)),
         reads=tuple(x in needed for x in closed.jaxpr.invars),
+        tables=tuple(_tables(closed.jaxpr)),
     )
     arrays = tuple(map(jnp.asarray, closed.consts))
     return IndexFunction(arrays, program), result
@@ -191,6 +207,31 @@ def _read(jaxpr: Any) -> set:
         if needed.intersection(eqn.outvars):
             needed.update(x for x in eqn.invars if not isinstance(x, Literal))
     return needed
+
+
+def _tables(jaxpr: Any) -> Iterator[tuple[int, int]]:
+    """Yield `FunctionProgram.tables`."""
+    made_by = {x: eqn for eqn in jaxpr.eqns for x in eqn.outvars}
+    places = {x: place for place, x in enumerate(jaxpr.invars)}
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name != "dynamic_slice":
+            continue
+        table, *starts = eqn.invars
+        for size, start in zip(table.aval.shape, starts, strict=True):
+            index = _index(start, made_by)
+            if not isinstance(index, Literal) and index in places:
+                yield places[index], size
+
+
+def _index(start: Any, made_by: dict) -> Any:
+    """Return the index that a slice starts at, before a negative one is counted from the end."""
+    selected = None if isinstance(start, Literal) else made_by.get(start)
+    if selected is None or selected.primitive.name != "select_n":
+        return start
+    _, index, other = selected.invars
+    from_end = None if isinstance(other, Literal) else made_by.get(other)
+    is_counted = from_end is not None and from_end.primitive.name == "add"
+    return index if is_counted and from_end.invars[0] is index else start
 
 
 def _reference(function: Callable) -> Any:

@@ -2,8 +2,11 @@
 
 import re
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
+
+import flax_attn
 
 pytestmark = pytest.mark.usefixtures("no_shape_checks")
 QUERY, KEY = (2, 5, 4, 6), (2, 7, 2, 6)
@@ -199,3 +202,55 @@ GOOD = {
 @pytest.mark.parametrize("act", GOOD.values(), ids=GOOD)
 def test_good_functions_pass(side, act):
     assert tuple(act(side).shape) == QUERY
+
+
+def under(function):
+    x = jnp.ones(QUERY, jnp.float32)
+    return flax_attn.dot_product_attention(x, x, x, mask=flax_attn.Mask.where(function))
+
+
+def with_scores(function):
+    x = jnp.ones(QUERY, jnp.float32)
+    return flax_attn.dot_product_attention(x, x, x, score=function)
+
+
+SHORT = jnp.ones((4, 3), jnp.float32)
+TOO_SHORT = {
+    "rows": (under, lambda b, n, i, j: SHORT[0, :1][b] > 0, "mask", 1, "b", 1),
+    "heads": (under, lambda b, n, i, j: SHORT[0][n] > 0, "mask", 3, "n", 3),
+    "queries": (under, lambda b, n, i, j: SHORT[n, i] > 0, "mask", 3, "i", 4),
+    "keys, one axis after the other": (
+        under,
+        lambda b, n, i, j: SHORT[n][j] > 0,
+        *("mask", 3, "j", 4),
+    ),
+    "heads of scores": (with_scores, lambda x, b, n, i, j: x + SHORT[0][n], "score", 3, "n", 3),
+    "queries of scores": (with_scores, lambda x, b, n, i, j: x + SHORT[n, i], "score", 3, "i", 4),
+    "keys of scores": (with_scores, lambda x, b, n, i, j: x * SHORT[n, j], "score", 3, "j", 4),
+}
+
+
+@pytest.mark.parametrize("name", TOO_SHORT)
+def test_an_array_that_is_too_short_for_an_index_is_refused(name):
+    act, function, what, size, index, last = TOO_SHORT[name]
+    rule = (
+        rf"function of a {what} reads an axis of {size} entries at {index}, which goes from 0 to"
+        rf" {last}: .* jnp\.minimum\({index}, {size - 1}\)"
+    )
+    with pytest.raises(ValueError, match=rule):
+        act(function)
+
+
+def test_an_index_may_be_kept_within_an_array():
+    short = SHORT[0]
+    bounded = under(lambda b, n, i, j: short[jnp.minimum(j, 2)] > 0)
+    chosen = under(lambda b, n, i, j: short[jnp.where(j < 3, j, 0)] > 0)
+    np.testing.assert_array_equal(bounded, chosen)
+    with_scores(lambda score, b, n, i, j: jnp.where(i - j < 3, score + short[i - j], score))
+
+
+def test_queries_behind_an_offset_are_positions():
+    mask = flax_attn.Mask.where(lambda b, n, i, j: SHORT[0][i] > 0, offset=2)
+    mask.resolve(1, 1, 1, 5)
+    with pytest.raises(ValueError, match=r"3 entries at i, which goes from 0 to 3"):
+        mask.resolve(1, 1, 2, 5)
