@@ -139,7 +139,7 @@ test-tpu: .venv-tpu/installed
 	KERAS_BACKEND=jax PYTHONPATH=. .venv-tpu/bin/python -m pytest -ra tests/backends/test_fused_compiled.py tests/everywhere/test_compiled.py $(ARGS)
 
 # Folders whose lines hold one idea each; the others are still to be written so. The pattern is git's, for files without folders.
-READABLE := attn_spec tools $(addprefix torch_ref/, attention.py functional models modules) $(addprefix flax_attn/, aot backends bench cli convert device everywhere functional models modules native plan proof sharding training) flax_attn/parity/adapters flax_attn/parity/report ':(glob)flax_attn/parity/*.py' $(addprefix parity_tests/, backends bad_calls functional modules right_pairs conftest.py test_attention.py test_fuzz.py test_tables.py)
+READABLE := attn_spec tools $(addprefix torch_ref/, attention.py functional models modules) $(addprefix flax_attn/, aot backends bench cli convert device everywhere functional models modules native plan proof sharding training) flax_attn/parity/adapters flax_attn/parity/report ':(glob)flax_attn/parity/*.py' $(addprefix parity_tests/, backends bad_calls functional modules right_pairs models counterparts proof conftest.py test_attention.py test_fuzz.py test_tables.py)
 
 lint: .venv/installed
 	$(BIN)/ruff format --check
