@@ -154,6 +154,33 @@ class LastStepBeforeAnotherFormula:
         return alphas * shifted.cumprod(-1)[:, :-1]  # planted
 
 
+@planted(
+    r"flax runs the steps of the scan from the first to the last, torch from the last to the first",
+    shapes=((6, 2, 3), (3, 3)),
+)
+class OtherDirectionOfAScan:
+    # The second scan, over the same array, runs as its loop does.
+    def flax(x, w):
+        def step(h, x):
+            h = jnp.tanh(x + h @ w)
+            return h, 2 * h
+
+        _, there = jax.lax.scan(step, jnp.zeros((2, 3)), x)  # planted
+        _, back = jax.lax.scan(step, jnp.zeros((2, 3)), x)
+        return jnp.concatenate([there, back])
+
+    def torch(x, w):
+        def run(steps):
+            h, outputs = x.new_zeros(2, 3), [None] * len(x)
+            for t in steps:
+                h = torch.tanh(x[t] + h @ w)  # planted
+                outputs[t] = 2 * h
+            return outputs
+
+        steps = range(len(x))
+        return torch.stack([*run(steps[::-1]), *run(steps)])
+
+
 @planted(r"flax has 0, torch has", shapes=((6, 2, 3), (3, 3)))
 class StateBeforeItsUpdate:
     # The first step of JAX is zeros, which are not those of the gate times the first state.
@@ -1148,14 +1175,18 @@ def forwards(x, start):
     return torch.stack(found)
 
 
-def test_a_scan_in_the_other_direction_takes_other_elements_first(differ):
+def test_a_scan_in_the_other_direction_is_one_difference(differ):
     found = differ(backwards, forwards, (5, 3), (3,))
     assert found.repaired
-    first = found.hypotheses[0]
-    assert first.flax.value == "input 0[4:5 of 5]"
-    assert first.torch.value == "input 0[0:1 of 5]"
-    assert "reverse=True" in first.flax.places[0].source
-    assert first.torch.places[0].source == "for now in x:"
+    (only,) = found.hypotheses
+    assert only.flax.value == "from the last to the first"
+    assert only.torch.value == "from the first to the last"
+    assert "reverse=True" in only.flax.places[0].source
+    assert only.torch.places[0].source == "for now in x:"
+    _, proof = str(found).rsplit("\n", 1)
+    assert proof == "proof: with the steps in the order of torch all outputs are equal"
+    (document,) = found.documents()
+    assert document["edit"].endswith(": run the steps from the first to the last")
 
 
 def test_a_difference_is_data_for_json(differ):

@@ -19,6 +19,7 @@ from flax_attn.parity.trace.explain import explain
 from flax_attn.parity.trace.hypothesis import Hypothesis, grouped_by_kind
 from flax_attn.parity.trace.program import Node, Program
 from flax_attn.parity.trace.repeats import with_repeats
+from flax_attn.parity.trace.scans import turned_scan
 from flax_attn.parity.trace.tables import explain_table, rounded_tables
 from flax_attn.parity.trace.trials import Changed, Tried, tried
 
@@ -102,6 +103,10 @@ def _searched(alignment: Alignment) -> Search:
     if tables:
         values = {table.flax: table.value for table in tables}
         alignment = alignment.with_changed(alignment.rerun(values), list(values))
+    turned = turned_scan(alignment)
+    if turned is not None and not tables:
+        hypothesis, changed = turned
+        return Search((hypothesis,), alignment.with_changed(changed), [])
     first = alignment
     kinds: set[tuple] = set()
     while len(kinds) < DIFFERENCES and len(found) < len(tables) + PLACES:

@@ -40,6 +40,8 @@ def edit(found: Hypothesis) -> str:
     ours, theirs = found.flax.value, found.torch.value
     if found.parameter == "rounding":
         return f"{where}take the numbers of {theirs}, or build both in float64"
+    if found.parameter == "steps":
+        return f"{where}run the steps {theirs}"
     if not theirs:
         return f"{where}remove {ours}"
     if not ours:
@@ -90,6 +92,8 @@ def proof(found: Difference) -> str:
     places = "this place" if count == 1 else f"these {count} places"
     if found.repaired and found.hypotheses[0].parameter == "gradient":
         return f"proof: without {places.replace('place', 'stop')} all {what} are equal"
+    if found.repaired and found.hypotheses[0].parameter == "steps":
+        return f"proof: with the steps in the order of torch all {what} are equal"
     if found.unnamed:
         return (
             f"with the values of PyTorch at {places} all {what} are equal: no single cause is known"
@@ -132,6 +136,8 @@ def _both_have(found: Hypothesis, ours: str, theirs: str) -> str:
     if found.parameter in ("axes", "axis", "over"):
         operation = found.operation.removesuffix("_over")
         return f"flax has the {operation} over {ours}, torch over {theirs}"
+    if found.parameter == "steps":
+        return f"flax runs the steps of the {found.operation} {ours}, torch {theirs}"
     if found.parameter == "value":
         return f"flax has {ours}, torch {theirs}"
     if found.parameter in PARTS:
