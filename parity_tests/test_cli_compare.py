@@ -21,6 +21,8 @@ from flax_attn.parity.journal import Journal
 from flax_attn.parity.report import document
 
 MODULES = '''
+import sys
+
 import jax.numpy as jnp
 import torch
 from flax import nnx
@@ -126,6 +128,21 @@ def broken():
 
 def nothing():
     return None
+
+
+class ExitsInCall(Port):
+    def __call__(self, x):
+        sys.exit(0)
+
+
+class ExitsInInit(nnx.Module):
+    def __init__(self):
+        sys.exit()
+
+
+class OriginalExits(Original):
+    def forward(self, x):
+        sys.exit(7)
 
 
 def flax_norm():
@@ -256,6 +273,9 @@ def test_equal_where_tested_exits_with_2(modules):
         ("flax_linear", "torch_linear", ("--input", "4,5"), "do not go through the torch module"),
         ("broken", "torch_linear", X, r"broken raised KeyError: 'no such table' \(.*py:\d+\)"),
         ("nothing", "torch_linear", X, "got NoneType"),
+        ("ExitsInCall", "Original", X, r"py:\d+ ended the process \(SystemExit 0\). What is"),
+        ("ExitsInInit", "Original", X, r"py:\d+ ended the process \(SystemExit None\)"),
+        ("Port", "OriginalExits", X, r"py:\d+ ended the process \(SystemExit 7\)"),
         ("flax_linear", "torch_linear", (*X, "--rules", "{m}:WRONG"), "kernel"),
         (
             "flax_linear",
@@ -279,14 +299,23 @@ def test_what_cannot_be_compared_exits_with_3_and_writes_json(
         assert report["next"][0] == report["error"]
 
 
-def test_an_error_of_the_comparison_itself_is_no_difference(modules, monkeypatch, capsys):
+@pytest.mark.parametrize("kind", [ZeroDivisionError, SystemExit])
+def test_an_error_of_the_comparison_itself_is_no_difference(kind, modules, monkeypatch, capsys):
     def fails(*arguments, **options):
-        raise ZeroDivisionError("ours")
+        raise kind("ours")
 
     monkeypatch.setattr(importlib.import_module("flax_attn.parity.compare"), "report_on", fails)
     assert compare(modules, "flax_linear", "torch_linear", *X, "--json", "r.json") == 3
-    assert read("r.json")["error"] == "the comparison itself raised ZeroDivisionError: ours"
+    assert read("r.json")["error"] == f"the comparison itself raised {kind.__name__}: ours"
     assert "Traceback" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["compare"], ["mutants", "--count", "1"]])
+def test_a_file_that_ends_the_process_is_named_with_its_line(command, modules, tmp_path, capsys):
+    (tmp_path / "exits.py").write_text("import argparse\n\nargparse.ArgumentParser().error('no')\n")
+    assert main([*command, "exits.py:Port", f"{modules}:Original", *X]) == 3
+    said = "could not compare: exits.py:3 ended the process (SystemExit 2). What is compared must"
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """What cannot be compared says why, and what to pass instead."""
 
 import re
+import sys
 
 import jax.numpy as jnp
 import numpy as np
@@ -187,6 +188,15 @@ def test_one_side_that_raises():
         raised = f"{side} raised RuntimeError: not today"
         with say(f"the inputs do not go through the {side} module: {raised}"):
             compare(linear(), torch_linear(), X, layout="torch", **call)
+
+
+def test_one_side_that_ends_the_process():
+    def exits(module, x):
+        sys.exit(0)
+
+    for side in ("flax_call", "torch_call"):
+        with say(r"^test_bad_input.py:\d+ ended the process \(SystemExit 0\)"):
+            compare(linear(), torch_linear(), X, layout="torch", **{side: exits})
 
 
 def test_an_output_that_is_no_array():

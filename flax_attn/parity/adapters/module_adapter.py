@@ -8,6 +8,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 from flax_attn.parity.adapters.adapter import PairingError
+from flax_attn.parity.adapters.users_code import users_code
 
 
 class ModuleCall:
@@ -23,7 +24,11 @@ class ModuleCall:
     def __call__(
         self, module: Any, inputs: Mapping[str, Any], extras: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Return the outputs by name."""
+        """Return the outputs by name.
+
+        Raises:
+            PairingError: as `users_code` and `named` do.
+        """
         keywords = {name: value for name, value in extras.items() if name in self.accepts}
         arguments = []
         if self.positional:
@@ -31,9 +36,10 @@ class ModuleCall:
             arguments = [inputs[f"input {i}"] for i in range(len(inputs))]
         else:
             keywords = {**inputs, **keywords}
-        if self.function is None:
-            return named(module(*arguments, **keywords))
-        return named(self.function(module, *arguments, **keywords))
+        with users_code():
+            if self.function is None:
+                return named(module(*arguments, **keywords))
+            return named(self.function(module, *arguments, **keywords))
 
 
 class ModuleAdapter:
