@@ -545,31 +545,51 @@ def test_a_claim_on_other_files_cannot_be_verified(modules, capsys):
     assert f"changed since the report was made, or not here: {modules}.py" in shown
 
 
+REPORT = {"kind": "comparison", "version": 1, "name": "a", "environment": {}, "loosened": []}
+REPORT |= {"state": "equal", "request": {"flax": "a:b", "torch": "a:b"}}
+
+
+def test_a_report_without_what_is_read_of_it_is_bad_usage(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for key in ("name", "state", "loosened", "environment", "request"):
+        rest = {other: REPORT[other] for other in REPORT if other != key}
+        Path("claim.json").write_text(json.dumps(rest))
+        assert main(["verify", "claim.json"]) == 64
+        said = f"claim.json has no '{key}', which flax-attn compare --json writes: make the report"
+        assert said in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("changed", "message"),
     [
         (None, "cannot read claim.json: "),
-        ("[]", "is no report of version 1"),
-        ('{"kind": "table", "version": 1}', "is no report of version 1"),
-        ('{"kind": "comparison", "version": 1, "request": null}', "was written from Python"),
+        ({"version": 0}, "is no report of version 1"),
+        ({"kind": "table"}, "is no report of version 1"),
+        ({"request": None}, "was written from Python"),
+        ({"request": "a:b"}, "asks for what is not known here"),
+        ({"request": {"torch": "a:b"}}, "asks for what is not known here"),
+        ({"request": {"flax": "a:b", "torch": "a:b", "new": 1}}, "asks for what is not known here"),
         (
-            '{"kind": "comparison", "version": 1, "request": {"torch": "recorded:out"}}',
+            {"request": {"flax": "a:b", "torch": "recorded:out"}},
             "compares with an export, which has no results for other inputs",
-        ),
-        (
-            '{"kind": "comparison", "version": 1, "request": {"torch": "a:b", "new": 1}}',
-            "asks for what is not known here",
         ),
     ],
 )
 def test_a_report_that_cannot_be_verified_is_bad_usage(
-    text, message, tmp_path, monkeypatch, capsys
+    changed, message, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.chdir(tmp_path)
-    if text is not None:
-        Path("claim.json").write_text(text)
+    if changed is not None:
+        Path("claim.json").write_text(json.dumps(REPORT | changed))
     assert main(["verify", "claim.json"]) == 64
     assert message in capsys.readouterr().err
+
+
+def test_a_file_that_is_no_mapping_is_no_report(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("claim.json").write_text("[]")
+    assert main(["verify", "claim.json"]) == 64
+    assert "is no report of version 1" in capsys.readouterr().err
 
 
 QWEN3 = """
