@@ -140,6 +140,11 @@ class ExitsInInit(nnx.Module):
         sys.exit()
 
 
+class Branches(Port):
+    def __call__(self, x):
+        return super().__call__(x if x.sum() > 0 else 1 * x)
+
+
 class OriginalExits(Original):
     def forward(self, x):
         sys.exit(7)
@@ -275,6 +280,7 @@ def test_equal_where_tested_exits_with_2(modules):
         ("nothing", "torch_linear", X, "got NoneType"),
         ("ExitsInCall", "Original", X, r"py:\d+ ended the process \(SystemExit 0\). What is"),
         ("ExitsInInit", "Original", X, r"py:\d+ ended the process \(SystemExit None\)"),
+        ("Branches", "Original", X, r"JAX cannot compile `return super.* else 1 \* x\)` at .*py:"),
         ("Port", "OriginalExits", X, r"py:\d+ ended the process \(SystemExit 7\)"),
         ("flax_linear", "torch_linear", (*X, "--rules", "{m}:WRONG"), "kernel"),
         (

@@ -1,5 +1,6 @@
 """What cannot be compared says why, and what to pass instead."""
 
+import operator
 import re
 import sys
 
@@ -197,6 +198,50 @@ def test_one_side_that_ends_the_process():
     for side in ("flax_call", "torch_call"):
         with say(r"^test_bad_input.py:\d+ ended the process \(SystemExit 0\)"):
             compare(linear(), torch_linear(), X, layout="torch", **{side: exits})
+
+
+def branches(x):
+    return jnp.sin(x) if x.sum() > 0 else jnp.sin(1 * x)
+
+
+@pytest.mark.parametrize(
+    ("flax", "match"),
+    [
+        (
+            branches,
+            (
+                r"JAX cannot compile `return jnp.sin\(x\) if x.sum\(\) > 0 else .*` at"
+                r" test_bad_input.py:\d+ \(TracerBoolConversionError\). Use jnp.where or jax.lax.co"
+            ),
+        ),
+        (
+            lambda x: x[x > -100],
+            r"test_bad_input.py:\d+ \(NonConcreteBooleanIndexError\). Use jnp.where in place",
+        ),
+        (lambda x: jnp.asarray(np.sin(x)), r"\(TracerArrayConversionError\). Use jnp in place of"),
+        (lambda x: x * float(x.sum()), r"\(ConcretizationTypeError\). Take sizes from shapes, an"),
+        (
+            lambda x: jnp.sin(x)[: operator.index(x.argmax() + 9)],
+            r"\(TracerIntegerConversionError\). Take sizes from shapes",
+        ),
+    ],
+    ids=["if", "index by a mask", "NumPy", "number", "size"],
+)
+def test_code_that_jax_cannot_compile_is_no_difference(flax, match):
+    with say(match):
+        compare(flax, torch.sin, X)
+
+
+def test_an_array_that_is_kept_of_another_call():
+    kept = []
+
+    def keeps(x):
+        kept.append(jnp.sin(x))
+        return 1 * kept[-2] if len(kept) > 2 else kept[-1]
+
+    report = compare(keeps, torch.sin, X, checks=["forward", "second"], locate=False)
+    assert not report.differs
+    assert "the check raised UnexpectedTracerError: " in report.check("second").nothing
 
 
 def test_an_output_that_is_no_array():
