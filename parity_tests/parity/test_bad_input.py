@@ -12,6 +12,7 @@ from flax import linen, nnx
 
 from flax_attn.convert import Rule
 from flax_attn.parity import PairingError, ParityError, assert_parity, compare
+from flax_attn.parity.report.state import next_steps
 
 X = [(4, 3)]
 
@@ -293,6 +294,14 @@ def test_outputs_of_another_structure_or_dtype():
     shorter = failing(flax, theirs, checks=["shapes", "forward"])
     assert "at 'output: flax float64[2, 3], torch float64[4, 3]'" in str(shorter)
     assert np.isinf(shorter.report.check("forward").error)
+    assert "outputs must have the same shapes; output is (2, 3) here, (4, 3) in Py" in str(shorter)
+    told = "mend this first, and compare again: output has the shape (2, 3) in JAX, (4, 3) in PyT"
+    first, second, *_ = next_steps(shorter.report)
+    assert first.startswith(told)
+    assert second == "pass inputs or options that test what is listed as not tested"
+    lower = failing(flax, theirs, checks=["float32"])
+    untested = " ".join(lower.report.coverage.untested)
+    assert "whether every input has an effect, and which dtypes JAX computes in: flax" in untested
 
 
 @pytest.mark.parametrize("side", ["flax", "torch"])

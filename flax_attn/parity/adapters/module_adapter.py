@@ -173,16 +173,21 @@ def _walk(name: str, value: Any):
         )
 
 
-def output_of(outputs: Mapping[str, Any], name: str) -> Any:
-    """Return an output by its name in the other framework.
+def output_of(outputs: Mapping[str, Any], name: str, shape: Sequence[int]) -> Any:
+    """Return an output by its name and shape in the other framework.
 
     Raises:
-        ValueError: if there is none.
+        ValueError: if there is none, or it has another shape.
     """
     if name not in outputs:
         found = ", ".join(map(repr, outputs)) or "nothing"
         raise ValueError(
             f"both must return outputs of the same names; there is no {name!r} among {found}. "
             "Pass calls that return the same names"
+        )
+    if tuple(outputs[name].shape) != tuple(shape):
+        raise ValueError(
+            f"outputs must have the same shapes; {name} is {tuple(outputs[name].shape)} here,"
+            f" {tuple(shape)} in PyTorch"
         )
     return outputs[name]

@@ -248,7 +248,7 @@ def _loss(outputs: Mapping[str, torch.Tensor], targets: Tensors) -> torch.Tensor
     """Return the sum of the mean squared errors, of elements whose target is not NaN."""
     losses = []
     for name, target in targets.items():
-        error = output_of(outputs, name) - target
+        error = output_of(outputs, name, target.shape) - target
         known = error.masked_fill(target.isnan(), 0)
         losses.append(known.square().mean())
     return torch.stack(losses).sum()
@@ -258,7 +258,7 @@ def _total(outputs: Mapping[str, torch.Tensor], cotangents: Tensors) -> torch.Te
     """Return the sum of the products of outputs and cotangents."""
     terms = []
     for name, cotangent in cotangents.items():
-        output = output_of(outputs, name)
+        output = output_of(outputs, name, cotangent.shape)
         # A module may return an output in another dtype than that of the run.
         products = output * cotangent.to(output.dtype)
         terms.append(products.sum())
