@@ -21,6 +21,8 @@ from flax_attn.parity.journal import Journal
 from flax_attn.parity.report import document
 
 MODULES = '''
+import sys
+
 import jax.numpy as jnp
 import torch
 from flax import nnx
@@ -126,6 +128,26 @@ def broken():
 
 def nothing():
     return None
+
+
+class ExitsInCall(Port):
+    def __call__(self, x):
+        sys.exit(0)
+
+
+class ExitsInInit(nnx.Module):
+    def __init__(self):
+        sys.exit()
+
+
+class Branches(Port):
+    def __call__(self, x):
+        return super().__call__(x if x.sum() > 0 else 1 * x)
+
+
+class OriginalExits(Original):
+    def forward(self, x):
+        sys.exit(7)
 
 
 def flax_norm():
@@ -256,6 +278,10 @@ def test_equal_where_tested_exits_with_2(modules):
         ("flax_linear", "torch_linear", ("--input", "4,5"), "do not go through the torch module"),
         ("broken", "torch_linear", X, r"broken raised KeyError: 'no such table' \(.*py:\d+\)"),
         ("nothing", "torch_linear", X, "got NoneType"),
+        ("ExitsInCall", "Original", X, r"py:\d+ ended the process \(SystemExit 0\). What is"),
+        ("ExitsInInit", "Original", X, r"py:\d+ ended the process \(SystemExit None\)"),
+        ("Branches", "Original", X, r"JAX cannot compile `return super.* else 1 \* x\)` at .*py:"),
+        ("Port", "OriginalExits", X, r"py:\d+ ended the process \(SystemExit 7\)"),
         ("flax_linear", "torch_linear", (*X, "--rules", "{m}:WRONG"), "kernel"),
         (
             "flax_linear",
@@ -279,14 +305,23 @@ def test_what_cannot_be_compared_exits_with_3_and_writes_json(
         assert report["next"][0] == report["error"]
 
 
-def test_an_error_of_the_comparison_itself_is_no_difference(modules, monkeypatch, capsys):
+@pytest.mark.parametrize("kind", [ZeroDivisionError, SystemExit])
+def test_an_error_of_the_comparison_itself_is_no_difference(kind, modules, monkeypatch, capsys):
     def fails(*arguments, **options):
-        raise ZeroDivisionError("ours")
+        raise kind("ours")
 
     monkeypatch.setattr(importlib.import_module("flax_attn.parity.compare"), "report_on", fails)
     assert compare(modules, "flax_linear", "torch_linear", *X, "--json", "r.json") == 3
-    assert read("r.json")["error"] == "the comparison itself raised ZeroDivisionError: ours"
+    assert read("r.json")["error"] == f"the comparison itself raised {kind.__name__}: ours"
     assert "Traceback" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["compare"], ["mutants", "--count", "1"]])
+def test_a_file_that_ends_the_process_is_named_with_its_line(command, modules, tmp_path, capsys):
+    (tmp_path / "exits.py").write_text("import argparse\n\nargparse.ArgumentParser().error('no')\n")
+    assert main([*command, "exits.py:Port", f"{modules}:Original", *X]) == 3
+    said = "could not compare: exits.py:3 ended the process (SystemExit 2). What is compared must"
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -295,7 +330,10 @@ def test_an_error_of_the_comparison_itself_is_no_difference(modules, monkeypatch
         (["{m}:flax_linear"], "give both sides, FLAX TORCH, or FLAX --against DIR; got"),
         (["{m}:flax_linear", "{m}:torch_linear"], "give the inputs: --input 2,3,12,12"),
         (["{m}:flax_linear", "--against", "out", *X], "an export holds its inputs"),
-        (["{m}:flax_linear", "{m}:torch_linear", *X, "--check", "forwards"], "no check is called"),
+        (
+            ["{m}:flax_linear", "{m}:torch_linear", *X, "--check", "forwards"],
+            "no check is called forwards (nearest: forward). Known are: shapes, ",
+        ),
         (["{m}:flax_linear", "{m}:torch_linear", "--input", "3,x"], "an input is SHAPE, KIND"),
         (["{m}:flax_linear", "{m}:torch_linear", *X, "--constant", "eps"], "is NAME=VALUE"),
         (["{m}:nothing_here", "{m}:torch_linear", *X], "has no nothing_here"),
@@ -304,8 +342,8 @@ def test_an_error_of_the_comparison_itself_is_no_difference(modules, monkeypatch
         (["flax_linear", "{m}:torch_linear", *X], "a spec is FILE.py:NAME or pkg.mod:NAME; got"),
         (["torch.nn:Linear", "{m}:torch_linear", *X], "needs arguments that the command line"),
         (
-            ["{m}:flax_linear", "{m}:torch_linear", *X, "--layout", "nothing"],
-            "layout must be one of 'auto', ",
+            ["{m}:flax_linear", "{m}:torch_linear", *X, "--layout", "torchref"],
+            "or a spec of a table; got 'torchref' (nearest: torch_ref)",
         ),
         (
             [
@@ -516,31 +554,51 @@ def test_a_claim_on_other_files_cannot_be_verified(modules, capsys):
     assert f"changed since the report was made, or not here: {modules}.py" in shown
 
 
+REPORT = {"kind": "comparison", "version": 1, "name": "a", "environment": {}, "loosened": []}
+REPORT |= {"state": "equal", "request": {"flax": "a:b", "torch": "a:b"}}
+
+
+def test_a_report_without_what_is_read_of_it_is_bad_usage(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for key in ("name", "state", "loosened", "environment", "request"):
+        rest = {other: REPORT[other] for other in REPORT if other != key}
+        Path("claim.json").write_text(json.dumps(rest))
+        assert main(["verify", "claim.json"]) == 64
+        said = f"claim.json has no '{key}', which flax-attn compare --json writes: make the report"
+        assert said in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("changed", "message"),
     [
         (None, "cannot read claim.json: "),
-        ("[]", "is no report of version 1"),
-        ('{"kind": "table", "version": 1}', "is no report of version 1"),
-        ('{"kind": "comparison", "version": 1, "request": null}', "was written from Python"),
+        ({"version": 0}, "is no report of version 1"),
+        ({"kind": "table"}, "is no report of version 1"),
+        ({"request": None}, "was written from Python"),
+        ({"request": "a:b"}, "asks for what is not known here"),
+        ({"request": {"torch": "a:b"}}, "asks for what is not known here"),
+        ({"request": {"flax": "a:b", "torch": "a:b", "new": 1}}, "asks for what is not known here"),
         (
-            '{"kind": "comparison", "version": 1, "request": {"torch": "recorded:out"}}',
+            {"request": {"flax": "a:b", "torch": "recorded:out"}},
             "compares with an export, which has no results for other inputs",
-        ),
-        (
-            '{"kind": "comparison", "version": 1, "request": {"torch": "a:b", "new": 1}}',
-            "asks for what is not known here",
         ),
     ],
 )
 def test_a_report_that_cannot_be_verified_is_bad_usage(
-    text, message, tmp_path, monkeypatch, capsys
+    changed, message, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.chdir(tmp_path)
-    if text is not None:
-        Path("claim.json").write_text(text)
+    if changed is not None:
+        Path("claim.json").write_text(json.dumps(REPORT | changed))
     assert main(["verify", "claim.json"]) == 64
     assert message in capsys.readouterr().err
+
+
+def test_a_file_that_is_no_mapping_is_no_report(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("claim.json").write_text("[]")
+    assert main(["verify", "claim.json"]) == 64
+    assert "is no report of version 1" in capsys.readouterr().err
 
 
 QWEN3 = """

@@ -145,7 +145,7 @@ def reported(request: Request, options: argparse.Namespace) -> Report:
         except common.UsageError:
             raise
         # Who reads the report must not mistake it for a difference.
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             traceback.print_exc()
             reason = f"the comparison itself raised {type(error).__name__}: {error}"
         print(f"flax-attn: could not compare: {reason}", file=sys.stderr)

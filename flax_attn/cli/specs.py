@@ -156,6 +156,10 @@ def _called(what: str, call: Callable[[], Any]) -> Any:
     """Return what a call of the user's code returns; raise where it raises, with its place."""
     try:
         return call()
+    except SystemExit as error:
+        from flax_attn.parity.adapters.users_code import ended
+
+        raise CannotCompareError(ended(error)) from error
     except Exception as error:
         # The frames above it are ours.
         last = traceback.extract_tb(error.__traceback__)[-1]

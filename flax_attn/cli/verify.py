@@ -29,6 +29,8 @@ DESCRIPTION = (
 # What is compared on other shapes.
 _CHECKS = ["shapes", "forward", "gradients"]
 _SHAPES = 4  # the most that are tried
+# What is read of a report.
+_KEYS = ("name", "state", "loosened", "environment", "request")
 
 
 def add(commands: Any) -> None:
@@ -91,20 +93,26 @@ def _read(path: str) -> tuple[dict[str, Any], Request]:
         raise common.UsageError(
             f"{path} is no report of version {VERSION} that flax-attn compare --json writes"
         )
+    missing = [key for key in _KEYS if key not in report]
+    if missing:
+        raise common.UsageError(
+            f"{path} has no {', '.join(map(repr, missing))}, which flax-attn compare --json writes:"
+            " make the report again"
+        )
     if report["request"] is None:
         raise common.UsageError(
             f"{path} was written from Python, and does not say what to compare: make it with"
             " flax-attn compare --json"
         )
-    if report["request"]["torch"].startswith(RECORDED):
-        raise common.UsageError(
-            f"{path} compares with an export, which has no results for other inputs: verify a"
-            " report on PyTorch itself"
-        )
     try:
         request = Request(**report["request"])
     except TypeError as error:
         raise common.UsageError(f"{path} asks for what is not known here: {error}") from None
+    if request.torch.startswith(RECORDED):
+        raise common.UsageError(
+            f"{path} compares with an export, which has no results for other inputs: verify a"
+            " report on PyTorch itself"
+        )
     return report, request
 
 

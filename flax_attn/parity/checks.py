@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 
+import jax
 import numpy as np
 
 from flax_attn.parity.adapters.adapter import (
@@ -85,10 +86,12 @@ def run_checks(
         left_out: reason for each check that must not run.
 
     Raises:
-        ValueError: if a name is unknown.
+        ValueError: if a name is unknown, or the names are one string.
         ExportError: if the PyTorch side is an export of another comparison.
         ReplacedError: if a function of PyTorch was replaced.
     """
+    if isinstance(names, str):
+        raise ValueError(f"checks are names in a list or tuple; got {names!r}: pass [{names!r}]")
     # All names are checked before the first check runs, which may take minutes.
     for name in names or ():
         check_choice("check", name, CHECKS)
@@ -128,9 +131,11 @@ def _not_run(name: str, reason: NotRun, wanted: bool) -> Check:
 
 def _raised(name: str, error: Exception) -> Check:
     cause = error.__cause__
-    if isinstance(error, AdapterError) and not isinstance(cause, PairingError):
+    # Outputs that cannot be compared, or an array that a call keeps while JAX traces it.
+    incomparable = isinstance(cause, PairingError | jax.errors.UnexpectedTracerError)
+    if isinstance(error, AdapterError) and not incomparable:
         return Check(name, np.inf, 0.0, worst="the call itself", note=str(error))
-    # Outputs that cannot be compared, or a fault of the check: that is no difference.
-    raised = cause if isinstance(cause, PairingError) else error
+    # That is no difference, and neither is a fault of the check.
+    raised = cause if incomparable else error
     reason = f"the check raised {type(raised).__name__}: {raised}"
     return Check(name, np.inf, 0.0, nothing=reason)

@@ -86,4 +86,4 @@ def _found(pair: Pair, checks: Sequence[Check]) -> Iterator[str]:
         yield from callbacks(pair, checks)
         yield from wider_dtypes(pair, checks)
     except (AdapterError, NothingCompared, NotRun) as error:
-        yield f"whether all that is passed has an effect, and what JAX computes in: {error}"
+        yield f"whether every input has an effect, and which dtypes JAX computes in: {error}"

@@ -25,7 +25,15 @@ from flax_attn.parity.pair import LOWER, Pair
 def shapes(pair: Pair) -> Check:
     """Names, shapes and dtypes of the outputs."""
     ours = pair.run("flax", pair.uncompiled)
-    return worst_of("shapes", dict(_compared(ours, pair.plain)), 0.0)
+    unlike = "; ".join(_unlike(ours.outputs, pair.plain.outputs))
+    return worst_of("shapes", dict(_compared(ours, pair.plain)), 0.0, unlike)
+
+
+def _unlike(ours: Arrays, theirs: Arrays) -> Iterator[str]:
+    """Yield a sentence for each output of another shape."""
+    for name in theirs:
+        if name in ours and ours[name].shape != theirs[name].shape:
+            yield f"{name} has the shape {ours[name].shape} in JAX, {theirs[name].shape} in PyTorch"
 
 
 def _compared(ours: Result, theirs: Result) -> Iterator[tuple[str, float]]:

@@ -114,7 +114,7 @@ def check_callable(pair: Pair) -> None:
     """Raise if a module cannot be run at all: an error of the call, which no check has to find.
 
     Raises:
-        PairingError: with what the module raised.
+        PairingError: with what the module raised, or with the line that JAX cannot compile.
     """
     for framework in ("torch", "flax"):
         try:
@@ -131,6 +131,20 @@ def check_callable(pair: Pair) -> None:
                 f"the {framework} module returns nothing to compare. Pass a call that returns its"
                 " arrays"
             )
+    _check_compilable(pair)
+
+
+def _check_compilable(pair: Pair) -> None:
+    if not isinstance(pair.flax, JaxAdapter):
+        return
+    # The program that checks run; it is not traced again.
+    try:
+        pair.flax.program(pair.float64)
+    except PairingError:
+        raise
+    # Any other error is the result of a check.
+    except Exception:
+        return
 
 
 def _check_extras(pair: Pair) -> None:

@@ -1,6 +1,8 @@
 """What cannot be compared says why, and what to pass instead."""
 
+import operator
 import re
+import sys
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +12,7 @@ from flax import linen, nnx
 
 from flax_attn.convert import Rule
 from flax_attn.parity import PairingError, ParityError, assert_parity, compare
+from flax_attn.parity.report.state import next_steps
 
 X = [(4, 3)]
 
@@ -23,6 +26,15 @@ def linear(width=2, **options):
 
 def torch_linear(width=2, **options):
     return torch.nn.Linear(3, width, **options)
+
+
+class NoCall(nnx.Module):
+    def __init__(self):
+        self.layer = linear()
+
+
+class NoForward(torch.nn.Module):
+    pass
 
 
 def say(match):
@@ -50,10 +62,30 @@ def say(match):
             linear(),
             r"the PyTorch module is .* got Linear, of Flax. The order is compare\(flax_module, t",
         ),
+        (
+            NoCall(),
+            torch_linear(),
+            r"got NoCall, which cannot be called. Define __call__ in its cl",
+        ),
+        (
+            linear(),
+            NoForward(),
+            r"got NoForward, which has no forward. Define forward in its class",
+        ),
         (nnx.Linear, torch_linear(), r"got the class Linear: pass a module of it"),
         (linear(), torch.nn.Linear, r"got the class Linear: pass a module of it"),
     ],
-    ids=["number", "list", "unbound", "swapped", "two of Flax", "Flax class", "PyTorch class"],
+    ids=[
+        "number",
+        "list",
+        "unbound",
+        "swapped",
+        "two of Flax",
+        "no call",
+        "no forward",
+        "Flax class",
+        "PyTorch class",
+    ],
 )
 def test_sides_that_are_none(flax, torch_side, match):
     with say(match):
@@ -116,9 +148,12 @@ def test_an_unknown_layout_and_an_unknown_check():
     layouts = r"layout must be one of 'auto', 'torch_ref', .* got 'pytorch'"
     with pytest.raises(ValueError, match=layouts):
         compare(linear(), torch_linear(), X, layout="pytorch")
-    checks = r"check must be one of .*'forward'.*; got 'foward'"
+    checks = r"check must be one of .*'forward'.*; got 'foward' \(nearest: forward\)"
     with pytest.raises(ValueError, match=checks):
         compare(linear(), torch_linear(), X, layout="torch", checks=["foward"])
+    text = r"checks are names in a list or tuple; got 'forward': pass \['forward'\]"
+    with pytest.raises(ValueError, match=text):
+        compare(linear(), torch_linear(), X, layout="torch", checks="forward")
 
 
 @pytest.mark.parametrize(
@@ -189,6 +224,59 @@ def test_one_side_that_raises():
             compare(linear(), torch_linear(), X, layout="torch", **call)
 
 
+def test_one_side_that_ends_the_process():
+    def exits(module, x):
+        sys.exit(0)
+
+    for side in ("flax_call", "torch_call"):
+        with say(r"^test_bad_input.py:\d+ ended the process \(SystemExit 0\)"):
+            compare(linear(), torch_linear(), X, layout="torch", **{side: exits})
+
+
+def branches(x):
+    return jnp.sin(x) if x.sum() > 0 else jnp.sin(1 * x)
+
+
+@pytest.mark.parametrize(
+    ("flax", "match"),
+    [
+        (
+            branches,
+            (
+                r"JAX cannot compile `return jnp.sin\(x\) if x.sum\(\) > 0 else .*` at"
+                r" test_bad_input.py:\d+ \(TracerBoolConversionError\). Use jnp.where or jax.lax.co"
+            ),
+        ),
+        (
+            lambda x: x[x > -100],
+            r"test_bad_input.py:\d+ \(NonConcreteBooleanIndexError\). Use jnp.where in place",
+        ),
+        (lambda x: jnp.asarray(np.sin(x)), r"\(TracerArrayConversionError\). Use jnp in place of"),
+        (lambda x: x * float(x.sum()), r"\(ConcretizationTypeError\). Take sizes from shapes, an"),
+        (
+            lambda x: jnp.sin(x)[: operator.index(x.argmax() + 9)],
+            r"\(TracerIntegerConversionError\). Take sizes from shapes",
+        ),
+    ],
+    ids=["if", "index by a mask", "NumPy", "number", "size"],
+)
+def test_code_that_jax_cannot_compile_is_no_difference(flax, match):
+    with say(match):
+        compare(flax, torch.sin, X)
+
+
+def test_an_array_that_is_kept_of_another_call():
+    kept = []
+
+    def keeps(x):
+        kept.append(jnp.sin(x))
+        return 1 * kept[-2] if len(kept) > 2 else kept[-1]
+
+    report = compare(keeps, torch.sin, X, checks=["forward", "second"], locate=False)
+    assert not report.differs
+    assert "the check raised UnexpectedTracerError: " in report.check("second").nothing
+
+
 def test_an_output_that_is_no_array():
     def with_a_note(module, x):
         return module(x), "note"
@@ -238,6 +326,14 @@ def test_outputs_of_another_structure_or_dtype():
     shorter = failing(flax, theirs, checks=["shapes", "forward"])
     assert "at 'output: flax float64[2, 3], torch float64[4, 3]'" in str(shorter)
     assert np.isinf(shorter.report.check("forward").error)
+    assert "outputs must have the same shapes; output is (2, 3) here, (4, 3) in Py" in str(shorter)
+    told = "mend this first, and compare again: output has the shape (2, 3) in JAX, (4, 3) in PyT"
+    first, second, *_ = next_steps(shorter.report)
+    assert first.startswith(told)
+    assert second == "pass inputs or options that test what is listed as not tested"
+    lower = failing(flax, theirs, checks=["float32"])
+    untested = " ".join(lower.report.coverage.untested)
+    assert "whether every input has an effect, and which dtypes JAX computes in: flax" in untested
 
 
 @pytest.mark.parametrize("side", ["flax", "torch"])

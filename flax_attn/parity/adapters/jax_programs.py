@@ -120,7 +120,7 @@ class Programs:
         total = 0
         for name, cotangent in cotangents.items():
             # A module may return an output in another dtype than that of the run.
-            output = output_of(outputs, name).astype(cotangent.dtype)
+            output = output_of(outputs, name, cotangent.shape).astype(cotangent.dtype)
             total += jnp.sum(output * cotangent)
         return total, (outputs, left)
 

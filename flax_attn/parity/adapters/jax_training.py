@@ -75,7 +75,7 @@ class Training:
         """Return the sum of the mean squared errors, with its gradients by the outputs."""
         loss, cotangents = jnp.zeros(()), {}
         for name, target in self._targets.items():
-            error = _error(output_of(outputs, name), target)
+            error = _error(output_of(outputs, name, target.shape), target)
             loss += jnp.square(error).mean()
             cotangents[name] = 2 * error / error.size
         return loss, cotangents

@@ -8,6 +8,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 from flax_attn.parity.adapters.adapter import PairingError
+from flax_attn.parity.adapters.users_code import users_code
 
 
 class ModuleCall:
@@ -23,7 +24,11 @@ class ModuleCall:
     def __call__(
         self, module: Any, inputs: Mapping[str, Any], extras: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Return the outputs by name."""
+        """Return the outputs by name.
+
+        Raises:
+            PairingError: as `users_code` and `named` do.
+        """
         keywords = {name: value for name, value in extras.items() if name in self.accepts}
         arguments = []
         if self.positional:
@@ -31,9 +36,10 @@ class ModuleCall:
             arguments = [inputs[f"input {i}"] for i in range(len(inputs))]
         else:
             keywords = {**inputs, **keywords}
-        if self.function is None:
-            return named(module(*arguments, **keywords))
-        return named(self.function(module, *arguments, **keywords))
+        with users_code():
+            if self.function is None:
+                return named(module(*arguments, **keywords))
+            return named(self.function(module, *arguments, **keywords))
 
 
 class ModuleAdapter:
@@ -96,7 +102,9 @@ def check_kind(module: Any, rule: str, foreign: Mapping[str, str]) -> None:
             f"{problem}, of {origin}. The order is compare(flax_module, torch_module, inputs)"
         )
     if not callable(module):
-        raise PairingError(problem)
+        raise PairingError(
+            f"{problem}, which cannot be called. Define __call__ in its class, or pass a function"
+        )
 
 
 def _origin(module: Any, foreign: Mapping[str, str]) -> str:
@@ -167,16 +175,21 @@ def _walk(name: str, value: Any):
         )
 
 
-def output_of(outputs: Mapping[str, Any], name: str) -> Any:
-    """Return an output by its name in the other framework.
+def output_of(outputs: Mapping[str, Any], name: str, shape: Sequence[int]) -> Any:
+    """Return an output by its name and shape in the other framework.
 
     Raises:
-        ValueError: if there is none.
+        ValueError: if there is none, or it has another shape.
     """
     if name not in outputs:
         found = ", ".join(map(repr, outputs)) or "nothing"
         raise ValueError(
             f"both must return outputs of the same names; there is no {name!r} among {found}. "
             "Pass calls that return the same names"
+        )
+    if tuple(outputs[name].shape) != tuple(shape):
+        raise ValueError(
+            f"outputs must have the same shapes; {name} is {tuple(outputs[name].shape)} here,"
+            f" {tuple(shape)} in PyTorch"
         )
     return outputs[name]

@@ -70,6 +70,11 @@ class TorchAdapter(ModuleAdapter):
         self.module = module
         method = module
         if isinstance(module, torch.nn.Module):
+            if call is None and type(module).forward is torch.nn.Module.forward:
+                raise PairingError(
+                    f"{rule}; got {type(module).__name__}, which has no forward. Define forward in"
+                    " its class, or pass torch_call="
+                )
             self.module = copy.deepcopy(module).double()
             method = module.forward
         super().__init__(method, call, cached_call, positional)
@@ -248,7 +253,7 @@ def _loss(outputs: Mapping[str, torch.Tensor], targets: Tensors) -> torch.Tensor
     """Return the sum of the mean squared errors, of elements whose target is not NaN."""
     losses = []
     for name, target in targets.items():
-        error = output_of(outputs, name) - target
+        error = output_of(outputs, name, target.shape) - target
         known = error.masked_fill(target.isnan(), 0)
         losses.append(known.square().mean())
     return torch.stack(losses).sum()
@@ -258,7 +263,7 @@ def _total(outputs: Mapping[str, torch.Tensor], cotangents: Tensors) -> torch.Te
     """Return the sum of the products of outputs and cotangents."""
     terms = []
     for name, cotangent in cotangents.items():
-        output = output_of(outputs, name)
+        output = output_of(outputs, name, cotangent.shape)
         # A module may return an output in another dtype than that of the run.
         products = output * cotangent.to(output.dtype)
         terms.append(products.sum())

@@ -20,15 +20,17 @@ def next_steps(report: Findings) -> list[str]:
     if nothing:
         steps.append(f"do what these say, which had nothing to compare: {nothing}")
     if report.coverage.untested:
-        steps.append("pass what tests that which is named as not tested, where it can be tested")
+        steps.append("pass inputs or options that test what is listed as not tested")
     if report.loosened:
         steps.append("compare again without what loosens the rules")
     return steps
 
 
 def _first_difference(report: Findings) -> str:
+    shapes = report.check("shapes")
+    unlike = [shapes.note] if shapes is not None and shapes.failed and shapes.note else []
     # What comes later may follow from it.
-    for found in (report.causes, report.where):
+    for found in (unlike, report.causes, report.where):
         if found:
             return f"mend this first, and compare again: {found[0]}"
     worst = next(check for check in report.failed if check.ran)
