@@ -4,6 +4,8 @@ The rule, the values, the remedy. They run at construction where the values are 
 otherwise at trace time, before any work is done.
 """
 
+import difflib
+from collections.abc import Iterable
 from numbers import Integral, Real
 from typing import Any
 
@@ -135,3 +137,20 @@ def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     """Raise unless `value` is one of the choices."""
     if not isinstance(value, str) or value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}; got {value!r}")
+
+
+def check_keywords(function: str, given: Iterable[str], known: Iterable[str]) -> None:
+    """Raise `TypeError`, as Python does, unless a function has every keyword.
+
+    Example:
+        >>> check_keywords("f", ["sise"], ["size", "key"])
+        Traceback (most recent call last):
+        TypeError: f takes the keywords size, key; got sise. The nearest is size
+    """
+    known = list(known)
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            remedy = f"The nearest is {near[0]}" if near else "Leave it out"
+            names = ", ".join(known)
+            raise TypeError(f"{function} takes the keywords {names}; got {name}. {remedy}")

@@ -175,6 +175,26 @@ def test_options_reach_the_model(folder):
     assert model(jnp.array([[1, 5]])).dtype == jnp.bfloat16
 
 
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("parm_dtype", "The nearest is param_dtype"),
+        ("torch_dtype", "The nearest is param_dtype"),
+        ("weight", "The nearest is weights"),
+        ("scan_layer", "The nearest is scan_layers"),
+        ("device_map", "Leave it out"),
+    ],
+)
+@pytest.mark.parametrize("load", [from_pretrained, *(cls.from_pretrained for cls in FAMILIES)])
+def test_a_keyword_of_another_name_is_refused_before_anything_is_read(load, name, remedy, tmp_path):
+    rule = (
+        "^from_pretrained takes the keywords dtype, param_dtype, precision, backend, remat, "
+        "scan_layers, dropout, rngs, progress, mesh, weights; got "
+    )
+    with pytest.raises(TypeError, match=f"{rule}{name}. {remedy}$"):
+        load(tmp_path / "nowhere", **{name: None})
+
+
 def test_only_one_weight_at_a_time_is_in_memory_twice(tmp_path):
     write_fields(tmp_path, GPT2_FIELDS, n_embd=256, n_layer=4, vocab_size=20)
     arrays = {
