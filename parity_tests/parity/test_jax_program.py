@@ -108,7 +108,9 @@ def test_an_element_of_one_axis_is_an_array():
     # NumPy takes a scalar from it.
     def numbered(x):
         first = x[0]
-        return jax.lax.scan(lambda total, i: (total + first[i], None), first.sum(), jnp.arange(3))[0]
+        return jax.lax.scan(lambda total, i: (total + first[i], None), first.sum(), jnp.arange(3))[
+            0
+        ]
 
     program = run(numbered)
     elements = [node.value for node in program.nodes if node.operation == "element"]

@@ -343,6 +343,20 @@ def test_a_truncated_file(folder, keep):
         GPT2.from_pretrained(folder)
 
 
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 548105171\n"
+PULL = r" is a pointer of Git LFS, 74 bytes without weights\. Run git lfs pull in its folder$"
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
+def test_a_pointer_of_git_lfs(folder, name):
+    (folder / "model.safetensors").unlink()
+    (folder / name).write_text(POINTER)
+    with pytest.raises(convert.ConversionError, match=f"{name}{PULL}"):
+        GPT2.from_pretrained(folder)
+    with pytest.raises(convert.ConversionError, match=f"{name}{PULL}"):
+        convert.read_file(folder / name)
+
+
 def shard(folder, weights, places):
     """Write the weights as two shards, and an index."""
     names = sorted(weights)
