@@ -54,7 +54,19 @@ def check_type(name: str, value: object, kind: Any, remedy: str) -> None:
         # A union has its classes in `__args__`.
         kinds = [one.__name__ for one in getattr(kind, "__args__", (kind,))]
         expected = " or ".join(kinds).replace("NoneType", "None")
-        raise ValueError(f"{name} must be {expected}; got {type(value).__name__}. Pass {remedy}")
+        raise ValueError(f"{name} must be {expected}; got {kind_of(value)}. Pass {remedy}")
+
+
+def kind_of(value: object) -> str:
+    """Return what errors call a value: the name of its class, or that it is a class itself.
+
+    Example:
+        >>> kind_of(1), kind_of(int)
+        ('int', 'the class int, not an instance')
+    """
+    if isinstance(value, type):
+        return f"the class {value.__name__}, not an instance"
+    return type(value).__name__
 
 
 def check_eps(eps: float) -> None:

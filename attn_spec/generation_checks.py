@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from attn_spec.checks import shape_of
+from attn_spec.checks import kind_of, shape_of
 
 
 def check_ids(dtype: str) -> None:
@@ -30,7 +30,7 @@ def check_language_model(model: object, kind: type) -> None:
     """Raise unless a model is one whose loss of the next tokens is known."""
     if not isinstance(model, kind):
         raise ValueError(
-            f"next_token_loss and train_step take a LanguageModel; got {type(model).__name__}."
+            f"next_token_loss and train_step take a LanguageModel; got {kind_of(model)}."
             " Derive your model from LanguageModel, or write its loss and step: Use it in your"
             " model, in the documentation, has both"
         )

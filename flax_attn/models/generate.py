@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array
 
-from attn_spec.checks import check_positive
+from attn_spec.checks import check_positive, kind_of
 from attn_spec.generation_checks import check_no_start, check_prompts, check_stop_tokens
 from attn_spec.longrope import LongRoPEScaling
 from attn_spec.prompts import Prompts, StopTokens, as_prompts, as_start, as_stop_tokens
@@ -129,7 +129,7 @@ def generate(
     """
     if not isinstance(model, LanguageModel | EncoderDecoder):
         raise ValueError(
-            f"text is made by a LanguageModel or an EncoderDecoder; got {type(model).__name__}."
+            f"text is made by a LanguageModel or an EncoderDecoder; got {kind_of(model)}."
             " Load a model of text, or derive your own from flax_attn.models.LanguageModel"
         )
     sampling = Sampling(temperature, top_k, top_p)
