@@ -152,18 +152,20 @@ def _check_savable(model: nnx.Module, target: Path) -> None:
 def read_config(cls: type, family: Family, fields: Fields, dropout: float | None = None) -> object:
     """Return the config of a model of `cls`; `dropout` replaces that of the file unless it is None.
 
-    Files of transformers 4 and 5 are read. Every field that changes the function is supported or
-    refused.
+    Files of transformers 4 and 5 are read. Every field by which transformers changes the function
+    is supported or refused. It ignores all others, and they are ignored here.
 
     Raises:
-        ValueError: if the file is that of another family, lacks a field, or asks for what our
-            models do not compute.
+        ValueError: if the file is that of another family, lacks a field, misspells one, or asks for
+            what our models do not compute.
     """
     read = _reader(cls, family, fields)
     fields.only(is_causal=True)
     # Refused here as well, before the weights are looked for.
     read_quantization(fields)
-    return read(fields, dropout)
+    config = read(fields, dropout)
+    fields.check_spelling()
+    return config
 
 
 def _reader(cls: type, family: Family, fields: Fields) -> Callable[..., object]:
