@@ -1,9 +1,11 @@
 """Hand-written Hugging Face folders: what is read, what is refused and why, what is left behind."""
 
 import json
+import re
 import tracemalloc
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +30,7 @@ from flax_attn.models.diffllama import DiffLlama, DiffLlamaConfig
 from flax_attn.models.gemma import Gemma, GemmaConfig
 from flax_attn.models.gemma3 import Gemma3, Gemma3Config
 from flax_attn.models.hugging_face import folder as loader
+from flax_attn.models.hugging_face.options import LoadOptions
 from flax_attn.models.hugging_face.values import Memory
 from flax_attn.models.olmo2 import Olmo2, Olmo2Config
 from flax_attn.models.phi3 import Phi3, Phi3Config
@@ -193,6 +196,12 @@ def test_a_keyword_of_another_name_is_refused_before_anything_is_read(load, name
     )
     with pytest.raises(TypeError, match=f"{rule}{name}. {remedy}$"):
         load(tmp_path / "nowhere", **{name: None})
+
+
+def test_the_documentation_has_every_keyword():
+    page = Path(__file__).parents[2] / "docs" / "models.md"
+    listed = re.findall(r"^\| `(\w+)` \|", page.read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(LoadOptions.__annotations__)
 
 
 def test_only_one_weight_at_a_time_is_in_memory_twice(tmp_path):
