@@ -288,8 +288,8 @@ class Fields:
             near = difflib.get_close_matches(name, lacking, 1, _NEAR)
             if near:
                 raise ValueError(
-                    f"{self.where}: {name}={_shown(value)} would be ignored, its name is nearly"
-                    f" that of the field {near[0]}. Correct the name, or remove the field"
+                    f"{self.where}: {name}={_shown(value)} would be ignored, and the field"
+                    f" {near[0]} is missing. Correct the name, or remove the field"
                 )
 
 

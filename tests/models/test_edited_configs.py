@@ -194,8 +194,8 @@ def test_a_misspelt_field_is_named_with_the_right_one(tmp_path):
     fields["rms_norm_epss"] = fields.pop("rms_norm_eps")
     (tmp_path / "config.json").write_text(json.dumps(fields))
     rule = (
-        r"config\.json: rms_norm_epss=1e-0\d would be ignored, its name is nearly that of the field"
-        r" rms_norm_eps\. Correct the name, or remove the field$"
+        r"config\.json: rms_norm_epss=1e-0\d would be ignored, and the field rms_norm_eps is"
+        r" missing\. Correct the name, or remove the field$"
     )
     with pytest.raises(ValueError, match=rule):
         from_pretrained(tmp_path)
