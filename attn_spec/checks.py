@@ -4,6 +4,8 @@ The rule, the values, the remedy. They run at construction where the values are 
 otherwise at trace time, before any work is done.
 """
 
+import difflib
+from collections.abc import Iterable
 from numbers import Integral, Real
 from typing import Any
 
@@ -52,7 +54,19 @@ def check_type(name: str, value: object, kind: Any, remedy: str) -> None:
         # A union has its classes in `__args__`.
         kinds = [one.__name__ for one in getattr(kind, "__args__", (kind,))]
         expected = " or ".join(kinds).replace("NoneType", "None")
-        raise ValueError(f"{name} must be {expected}; got {type(value).__name__}. Pass {remedy}")
+        raise ValueError(f"{name} must be {expected}; got {kind_of(value)}. Pass {remedy}")
+
+
+def kind_of(value: object) -> str:
+    """Return what errors call a value: the name of its class, or that it is a class itself.
+
+    Example:
+        >>> kind_of(1), kind_of(int)
+        ('int', 'the class int, not an instance')
+    """
+    if isinstance(value, type):
+        return f"the class {value.__name__}, not an instance"
+    return type(value).__name__
 
 
 def check_eps(eps: float) -> None:
@@ -135,3 +149,20 @@ def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     """Raise unless `value` is one of the choices."""
     if not isinstance(value, str) or value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}; got {value!r}")
+
+
+def check_keywords(function: str, given: Iterable[str], known: Iterable[str]) -> None:
+    """Raise `TypeError`, as Python does, unless a function has every keyword.
+
+    Example:
+        >>> check_keywords("f", ["sise"], ["size", "key"])
+        Traceback (most recent call last):
+        TypeError: f takes the keywords size, key; got sise. The nearest is size
+    """
+    known = list(known)
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            remedy = f"The nearest is {near[0]}" if near else "Leave it out"
+            names = ", ".join(known)
+            raise TypeError(f"{function} takes the keywords {names}; got {name}. {remedy}")

@@ -1,8 +1,11 @@
 """Checks of tokens that models are given, and of prompts."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from typing import Any
 
 import numpy as np
+
+from attn_spec.checks import kind_of, shape_of
 
 
 def check_ids(dtype: str) -> None:
@@ -11,11 +14,23 @@ def check_ids(dtype: str) -> None:
         raise ValueError(f"ids must be integers; got dtype {dtype}. Cast them before the call")
 
 
+def check_token_ids(name: str, tokens: Any) -> None:
+    """Raise unless an array holds the ids of tokens, integers `(t,)` or `(b, t)`."""
+    shape = shape_of(name, tokens)
+    # torch writes its own name before that of a dtype.
+    dtype = str(tokens.dtype).removeprefix("torch.")
+    rule = f"{name} must be integers (t,) or (b, t); got dtype {dtype}, shape {shape}"
+    if not dtype.startswith(("int", "uint")):
+        raise ValueError(f"{rule}. Pass the ids that the tokenizer of the model returns")
+    if len(shape) not in (1, 2):
+        raise ValueError(f"{rule}. Reshape more batch axes into one")
+
+
 def check_language_model(model: object, kind: type) -> None:
     """Raise unless a model is one whose loss of the next tokens is known."""
     if not isinstance(model, kind):
         raise ValueError(
-            f"next_token_loss and train_step take a LanguageModel; got {type(model).__name__}."
+            f"next_token_loss and train_step take a LanguageModel; got {kind_of(model)}."
             " Derive your model from LanguageModel, or write its loss and step: Use it in your"
             " model, in the documentation, has both"
         )
@@ -28,6 +43,16 @@ def check_no_start(start: object) -> None:
             f"start is what the decoder of an encoder-decoder begins with; got start={start} for a"
             " model without an encoder. Put these tokens in front of the prompt"
         )
+
+
+def check_stop_tokens(tokens: Collection[int], vocab_size: int) -> None:
+    """Raise unless all tokens that end a row are of a vocabulary."""
+    for token in tokens:
+        if not 0 <= token < vocab_size:
+            raise ValueError(
+                f"stop_tokens lie in the vocabulary, 0 to {vocab_size - 1}; got {token}, which the"
+                " model never makes. Pass the end token of the tokenizer of this model"
+            )
 
 
 def check_prompts(

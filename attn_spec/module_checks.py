@@ -2,7 +2,7 @@
 
 import math
 
-from attn_spec.checks import check_positive
+from attn_spec.checks import check_positive, kind_of
 
 
 def given_heads(layer: str, num_heads: int | None) -> int:
@@ -75,6 +75,18 @@ def check_block_norms(
         "norm_first=False normalises the two sums, with norm1 and norm2 and no post norms; "
         f"got {', '.join(given) or 'no norm'}. For any other norms pass norm_first=True"
     )
+
+
+def check_parts(**parts: object) -> None:
+    """Raise unless the parts of a block are modules or functions, or None where one is left out."""
+    for name, part in parts.items():
+        # A class can be called as well, and would make a module of the tokens.
+        if part is not None and (isinstance(part, type) or not callable(part)):
+            made = "FeedForward" if name == "ff" else "LayerNorm"
+            raise ValueError(
+                f"{name} must be a module or a function of tokens; got {kind_of(part)}. Pass an"
+                f" instance, such as {name}={made}(d_model)"
+            )
 
 
 def check_block_widths(

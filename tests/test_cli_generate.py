@@ -91,6 +91,14 @@ def test_a_stop_that_cannot_be_read_is_bad_usage(text, rule, folder, tmp_path, c
     assert rule in capsys.readouterr().err
 
 
+def test_a_stop_outside_the_vocabulary_ends_nothing(folder, tmp_path, capsys):
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [-1, 5]}')
+    options = ["--model", str(tmp_path), "--max-new-tokens", "4", "--no-compile-cache"]
+    assert main(["generate", *options, "--prompt", "a"]) == 0
+    assert len(capsys.readouterr().out.split()) == 4
+
+
 def unknown_words(tokenizer):
     """Return the text of a tokenizer that fails where a word is not known."""
     fields = json.loads(tokenizer)

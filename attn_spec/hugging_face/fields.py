@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import reprlib
 from dataclasses import dataclass, field
@@ -34,6 +35,8 @@ ACTIVATIONS = {
 THEIR_ACTIVATIONS = {"gelu_tanh": "gelu_new", "gelu_exact": "gelu", "silu": "silu", "relu": "relu"}
 GEMMA_ACTIVATIONS = {**THEIR_ACTIVATIONS, "gelu_tanh": "gelu_pytorch_tanh"}
 REQUIRED = object()
+# How alike a name is to the one that it stands for: all but one letter of ten.
+_NEAR = 0.9
 
 
 @dataclass(frozen=True)
@@ -270,6 +273,23 @@ class Fields:
                 raise ValueError(
                     f"{self.where}: {name}={_shown(value)} would be ignored. Remove it if it means"
                     " nothing"
+                )
+
+    def check_spelling(self) -> None:
+        """Raise if a field that was not read nearly has the name of one that the file lacks.
+
+        Call it when all is read. Fields of other names are those that transformers ignores as well.
+        """
+        lacking = sorted(self.used - self.values.keys())
+        for name, value in self.values.items():
+            # transformers keeps what it has computed under names that begin so.
+            if name in self.used or name.startswith("_") or value is None:
+                continue
+            near = difflib.get_close_matches(name, lacking, 1, _NEAR)
+            if near:
+                raise ValueError(
+                    f"{self.where}: {name}={_shown(value)} would be ignored, and the field"
+                    f" {near[0]} is missing. Correct the name, or remove the field"
                 )
 
 

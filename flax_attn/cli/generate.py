@@ -91,6 +91,9 @@ def _generate(options: argparse.Namespace) -> int:
     except (ValueError, OSError) as error:
         raise UsageError(str(error)) from None
     startup.load = time.monotonic() - began
+    # Some files name an end that is no token of the model.
+    size = getattr(model.config, "vocab_size", 0)
+    stops = [token for token in stops if 0 <= token < size]
     try:
         generate(
             model,

@@ -21,6 +21,9 @@ from flax_attn.convert.layouts import LayoutLike
 from flax_attn.convert.rules import ConversionError, Entry
 from flax_attn.convert.stacked import Tensor
 
+# What a file begins with that Git LFS has not replaced by its content.
+_POINTER = b"version https://git-lfs.github.com/spec/"
+
 
 def save(
     module: nnx.Module,
@@ -78,10 +81,12 @@ def read_file(path: str | PathLike[str]) -> dict[str, Any]:
     Raises:
         FileNotFoundError: if there is no such file.
         ConversionError: if the file is damaged, holds more than weights, or is of another kind.
+            Also if Git LFS has not replaced its pointer by the weights.
     """
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"no weights at {path}")
+    check_no_pointer(path)
     if path.suffix == ".safetensors":
         return _read_safetensors(path)
     if path.suffix in (".pt", ".pth", ".bin"):
@@ -89,6 +94,17 @@ def read_file(path: str | PathLike[str]) -> dict[str, Any]:
     raise ConversionError(
         f"weights are read from .safetensors, .pt, .pth or .bin files; got {path}"
     )
+
+
+def check_no_pointer(path: Path) -> None:
+    """Raise if a file is the pointer that Git LFS replaces by the weights."""
+    with path.open("rb") as file:
+        start = file.read(len(_POINTER))
+    if start == _POINTER:
+        raise ConversionError(
+            f"{path} is a pointer of Git LFS, {path.stat().st_size} bytes without weights. Run"
+            " git lfs pull in its folder"
+        )
 
 
 def _read_safetensors(path: Path) -> dict[str, np.ndarray]:

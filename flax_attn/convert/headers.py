@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 
 from attn_spec.json_files import distinct, read_object
 from flax_attn.convert.arrays import as_shape, flatten, to_numpy
-from flax_attn.convert.files import read_file
+from flax_attn.convert.files import check_no_pointer, read_file
 from flax_attn.convert.rules import ConversionError, Shape
 
 WEIGHTS = (
@@ -160,6 +160,7 @@ def _is_file(path: Path) -> bool:
 
 
 def _safetensors_header(path: Path) -> dict[str, Stored]:
+    check_no_pointer(path)
     try:
         size, header = _read_header(path)
     except (SafetensorError, ValueError, RecursionError) as error:

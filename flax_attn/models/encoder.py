@@ -9,6 +9,7 @@ from flax import nnx
 from flax.typing import Dtype, PrecisionLike
 from jaxtyping import Array, Integer
 
+from attn_spec.generation_checks import check_token_ids
 from flax_attn.functional.dropout import fold_in
 from flax_attn.functional.masks import Mask
 from flax_attn.functional.positions import as_positions
@@ -162,6 +163,7 @@ class TextEncoder(Encoder[C]):
         **inputs: Any,
     ) -> Tokens:
         """Return the vectors of all tokens, `(b, t, d_model)`; takes the arguments of a call."""
+        check_token_ids("tokens", tokens)
         shape = tuple(tokens.shape)
 
         # Padding is looked up as token 0, which every table has.

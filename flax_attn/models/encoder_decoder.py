@@ -11,6 +11,8 @@ from flax.typing import Dtype, PrecisionLike
 from jaxtyping import Array, Float, Integer
 
 from attn_spec.cache_checks import check_caches
+from attn_spec.checks import shape_of
+from attn_spec.generation_checks import check_token_ids
 from flax_attn.functional.cache import KVCache
 from flax_attn.functional.cache_base import Cache
 from flax_attn.functional.dropout import fold_in
@@ -180,10 +182,11 @@ class EncoderDecoder(Pretrained, Generic[C]):
         dropout_key: Array | None = None,
     ) -> Tokens:
         """Return the output of the encoder; the first `lengths` inputs of each row are real."""
+        shape = shape_of("inputs", inputs)
         # Encoder and decoder have keys of their own, and so has each place in them.
         key = fold_in(dropout_key, 0)
         if jnp.issubdtype(inputs.dtype, jnp.integer):
-            inputs = without_arranged_padding(inputs, inputs.shape, lengths)
+            inputs = without_arranged_padding(inputs, shape, lengths)
         x = constrain(self.embed_inputs(inputs, fold_in(key, 0)), *RESIDUAL)
         ran = self.enc_blocks.run(
             x,
@@ -248,6 +251,7 @@ class EncoderDecoder(Pretrained, Generic[C]):
         """
         # A cache of another model would be read layer by layer without an error.
         check_caches("kept", kept, len(self.dec_blocks.blocks))
+        check_token_ids("tokens", tokens)
         # The encoder has key 0.
         t, key = tokens.shape[-1], fold_in(dropout_key, 1)
         if cache is None:

@@ -10,8 +10,8 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array
 
-from attn_spec.checks import check_positive
-from attn_spec.generation_checks import check_no_start, check_prompts
+from attn_spec.checks import check_positive, kind_of
+from attn_spec.generation_checks import check_no_start, check_prompts, check_stop_tokens
 from attn_spec.longrope import LongRoPEScaling
 from attn_spec.prompts import Prompts, StopTokens, as_prompts, as_start, as_stop_tokens
 from attn_spec.sampling import Sampling
@@ -129,7 +129,7 @@ def generate(
     """
     if not isinstance(model, LanguageModel | EncoderDecoder):
         raise ValueError(
-            f"text is made by a LanguageModel or an EncoderDecoder; got {type(model).__name__}."
+            f"text is made by a LanguageModel or an EncoderDecoder; got {kind_of(model)}."
             " Load a model of text, or derive your own from flax_attn.models.LanguageModel"
         )
     sampling = Sampling(temperature, top_k, top_p)
@@ -138,6 +138,7 @@ def generate(
     if capacity is not None:
         check_positive(capacity=capacity)
     stops = as_stop_tokens(stop_tokens)
+    check_stop_tokens(stops, model.config.vocab_size)
     if isinstance(model, EncoderDecoder):
         made, b, single = _answer(model, tokens, start, max_new_tokens, capacity, sampling, seed)
     else:

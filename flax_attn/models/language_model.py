@@ -11,6 +11,7 @@ from flax import nnx
 from flax.typing import Dtype, PrecisionLike
 from jaxtyping import Array, Float, Integer
 
+from attn_spec.generation_checks import check_token_ids
 from flax_attn.functional.cache_base import Cache
 from flax_attn.functional.dropout import fold_in
 from flax_attn.functional.masks import Mask
@@ -216,6 +217,7 @@ class LanguageModel(Pretrained, Generic[C]):
 
         The arguments are those of `attend`, which computes the logits of all tokens.
         """
+        check_token_ids("tokens", tokens)
         t = tokens.shape[-1]
         tokens = without_arranged_padding(tokens, tokens.shape, lengths)
         tokens = constrain(tokens, "batch", "tokens")

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Integer
 
-from attn_spec.generation_checks import check_ids, check_language_model
-from flax_attn.functional.dtypes import accumulation_dtype, dtype_name
+from attn_spec.generation_checks import check_language_model, check_token_ids
+from flax_attn.functional.dtypes import accumulation_dtype
 from flax_attn.functional.integers import clipped
 from flax_attn.functional.masks import Mask
 from flax_attn.functional.padding import real_tokens
@@ -67,6 +67,8 @@ def next_token_loss(
         (2.4, 2.4)
     """
     check_language_model(model, LanguageModel)
+    # Before the model runs: a float that is rounded down would be another token.
+    check_token_ids("tokens", tokens)
     shape = tuple(tokens.shape)
     # The mean of no token is no number.
     if shape[-1] < 2:
@@ -74,8 +76,6 @@ def next_token_loss(
             "the loss is that of the tokens after the first, so there must be two; got shape"
             f" {shape}. Leave out rows of one token"
         )
-    # Before the model runs: a float that is rounded down would be another token.
-    check_ids(dtype_name(tokens.dtype))
     tokens = clipped(tokens, model.config.vocab_size)
     options = _packed(segments, shape)
     options |= {"lengths": lengths, "dropout_key": dropout_key}

@@ -11,7 +11,8 @@ from typing import Any, ClassVar, TypeVar, Unpack
 from flax import nnx
 
 from flax_attn.models.hugging_face.family import Family
-from flax_attn.models.hugging_face.folder import LoadOptions, load, save
+from flax_attn.models.hugging_face.folder import load, save
+from flax_attn.models.hugging_face.options import LoadOptions
 
 M = TypeVar("M", bound="Pretrained")
 

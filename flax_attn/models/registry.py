@@ -17,7 +17,7 @@ from flax_attn.models.gemma2 import Gemma2
 from flax_attn.models.gemma3 import Gemma3
 from flax_attn.models.gpt2 import GPT2
 from flax_attn.models.gptoss import GptOss
-from flax_attn.models.hugging_face.folder import LoadOptions
+from flax_attn.models.hugging_face.options import LoadOptions, check_options
 from flax_attn.models.llama import Llama
 from flax_attn.models.mixtral import Mixtral
 from flax_attn.models.modernbert import ModernBert, ModernBertMaskedLM
@@ -142,6 +142,7 @@ def from_pretrained(path: str | PathLike[str], **options: Unpack[LoadOptions]) -
             floats of all.
 
     Raises:
+        TypeError: if an option has another name.
         FileNotFoundError: if there is no such folder, or `config.json`, the weights or a shard is
             missing.
         ValueError: if the family is not known, the config asks for what ours does not compute, a
@@ -158,6 +159,8 @@ def from_pretrained(path: str | PathLike[str], **options: Unpack[LoadOptions]) -
         ...     from_pretrained(folder).config == model.config
         True
     """
+    # The class is read from a file.
+    check_options(options)
     return model_class(path).from_pretrained(path, **options)
 
 

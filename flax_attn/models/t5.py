@@ -9,6 +9,7 @@ from flax import nnx
 from flax.typing import PrecisionLike
 from jaxtyping import Array, Float, Integer
 
+from attn_spec.generation_checks import check_token_ids
 from attn_spec.models.t5 import T5Config, read, write
 from attn_spec.scores import Scores
 from flax_attn.convert.rules import Layout
@@ -194,6 +195,7 @@ class T5(EncoderDecoder[T5Config]):
 
     def embed_inputs(self, inputs: Integer[Array, "*b s"], dropout_key: Array | None) -> Tokens:
         """Return the vectors of the encoder's tokens, dropped in train mode."""
+        check_token_ids("inputs", inputs)
         return self.drop_emb(self.tok_emb(inputs), dropout_key=dropout_key)
 
     def embed(

@@ -8,7 +8,7 @@ from flax.typing import Dtype
 from jaxtyping import Array
 
 from attn_spec.checks import check_tokens, check_type
-from attn_spec.module_checks import check_block_norms, check_block_widths
+from attn_spec.module_checks import check_block_norms, check_block_widths, check_parts
 from flax_attn.functional.cache_base import Cache
 from flax_attn.functional.dropout import fold_in
 from flax_attn.functional.masks import Mask
@@ -91,6 +91,7 @@ class TransformerBlock(nnx.Module):
             "post_norm1": post_norm1,
             "post_norm2": post_norm2,
         }
+        check_parts(**parts)
         # What states no width, such as a function, is not checked.
         widths = {name: getattr(part, "d_model", None) for name, part in parts.items()}
         # kdim and vdim are the widths of the key and value inputs, if there are any.

@@ -8,7 +8,7 @@ from flax.typing import Dtype
 from jaxtyping import Array
 
 from attn_spec.checks import check_type
-from attn_spec.module_checks import check_block_widths
+from attn_spec.module_checks import check_block_widths, check_parts
 from flax_attn.functional.cache import KVCache
 from flax_attn.functional.cache_base import Cache
 from flax_attn.functional.dropout import fold_in
@@ -88,6 +88,7 @@ class CrossBlock(nnx.Module):
             "drop_shortcut", drop_shortcut, Dropout | None, "drop_shortcut=Dropout(...), or None"
         )
         parts = {"ff": ff, "norm1": norm1, "norm2": norm2, "norm3": norm3}
+        check_parts(**parts)
         # What states no width, such as a function, is not checked.
         widths = {name: getattr(part, "d_model", None) for name, part in parts.items()}
         check_block_widths(att.d_in, {"d_out": att.d_out}, widths | {"cross": cross.d_in})

@@ -125,6 +125,11 @@ def check_rngs(rngs: nnx.Rngs | None) -> nnx.Rngs:
 def check_dtypes(**dtypes: Dtype | None) -> None:
     """Raise unless the value of each keyword is a supported dtype or None."""
     for name, dtype in dtypes.items():
+        if type(dtype).__module__ == "torch":
+            raise ValueError(
+                f"{name} must be a JAX dtype; got {dtype}. Pass {name}=jnp.float32, or another of"
+                " jax.numpy"
+            )
         try:
             known = dtype if dtype is None else jnp.dtype(dtype)
         except TypeError:  # which numpy raises for what is no dtype

@@ -8,6 +8,8 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Integer
 
+from attn_spec.checks import check_type
+from attn_spec.generation_checks import check_language_model, check_token_ids
 from flax_attn.functional.padding import check_known_lengths
 from flax_attn.functional.shapes import ArrayLike
 from flax_attn.models.language_model import LanguageModel
@@ -30,7 +32,8 @@ def train_step(
     taken out of the model before cannot be read any more.
 
     Raises:
-        ValueError: where `next_token_loss` does.
+        ValueError: if the optimizer is one of optax outside of an `nnx.Optimizer`, or where
+            `next_token_loss` does.
 
     Example:
         >>> import jax.numpy as jnp
@@ -43,6 +46,10 @@ def train_step(
         >>> round(losses[0], 1), losses[-1] < 1.5
         (2.4, True)
     """
+    check_language_model(model, LanguageModel)
+    remedy = "optimizer=nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param)"
+    check_type("optimizer", optimizer, nnx.Optimizer, remedy)
+    check_token_ids("tokens", tokens)
     # Here, since inside of jit a length is not known, and could not be refused.
     *batch, t = tokens.shape
     b = batch[0] if batch else 1

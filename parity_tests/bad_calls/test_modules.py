@@ -229,6 +229,38 @@ CONSTRUCTORS = {
         ),
         r"got att\.d_in=6, post_norm2\.d_model=5\.",
     ),
+    # Classes in place of modules.
+    "class of an attention": (
+        lambda side: side.TransformerBlock(side.MultiHeadAttention, None, None, None),
+        (
+            r"att must be Attention; got the class MultiHeadAttention, not an instance\. Pass"
+            r" att=MultiHeadAttention\(\.\.\.\)$"
+        ),
+    ),
+    "class of a feed-forward layer": (
+        lambda side: side.TransformerBlock(
+            multi_head(side, d_out=6, num_heads=2), side.FeedForward, None, None
+        ),
+        (
+            r"^ff must be a module or a function of tokens; got the class FeedForward, not an"
+            r" instance\. Pass an instance, such as ff=FeedForward\(d_model\)$"
+        ),
+    ),
+    "class of a norm": (
+        lambda side: side.TransformerBlock(
+            multi_head(side, d_out=6, num_heads=2), abs, None, side.RMSNorm
+        ),
+        (
+            r"^norm2 must be a module or a function of tokens; got the class RMSNorm, not an"
+            r" instance\. Pass an instance, such as norm2=LayerNorm\(d_model\)$"
+        ),
+    ),
+    "name of a norm": (
+        lambda side: side.TransformerBlock(
+            multi_head(side, d_out=6, num_heads=2), abs, None, None, post_norm1="rms"
+        ),
+        r"^post_norm1 must be a module or a function of tokens; got str\.",
+    ),
     # Norms behind the sum, which leave no place for others.
     "sums and post norms": (
         lambda side: block(side, norm_first=False, norms=("norm1", "norm2", "post_norm1")),

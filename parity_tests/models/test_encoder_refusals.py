@@ -140,6 +140,10 @@ CALLS = {
         lambda side: cross_block(side, cross=side.FeedForward(6, **numerics(side))),
         r"cross must be CrossAttention; got FeedForward\. Pass cross=CrossAttention",
     ),
+    "a cross block of classes": (
+        lambda side: cross_block(side, ff=side.FeedForward),
+        "ff must be a module or a function of tokens; got the class FeedForward, not an instance",
+    ),
     "a start without an encoder": (
         lambda side: side.generate(
             side.GPT2(side.GPT2Config(6, 2, 1), **numerics(side)), [1], 1, start=[2]

@@ -7,6 +7,7 @@ import pytest
 from transformers import AutoConfig
 
 from attn_spec.hugging_face.fields import read_fields
+from flax_attn.models.hugging_face.folder import read_config
 from flax_attn.models.registry import FAMILIES
 from parity_tests.models.folders import fields_of
 
@@ -76,3 +77,13 @@ def test_a_field_that_is_left_out_has_the_value_of_transformers(name, tmp_path):
     compared = dict(read_with_one_left_out(*KINDS[name], tmp_path))
     assert len(compared) > 5
     assert {field: pair for field, pair in compared.items() if pair[0] != pair[1]} == {}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_no_field_of_transformers_is_taken_for_a_misspelt_one(name, tmp_path):
+    cls, kind = KINDS[name]
+    default_fields(cls, kind, tmp_path)
+    fields = read_fields(tmp_path)
+    read_config(cls, cls.family, fields, 0.0)
+    # There are some that are not read.
+    assert fields.values.keys() - fields.used

@@ -265,12 +265,6 @@ def test_lengths_that_are_known_are_checked(lengths, match, side, no_shape_check
         next_token_loss(side, model, TOKENS, lengths=lengths)
 
 
-def test_tokens_are_integers(side, no_shape_checks):
-    model = build(side, "gpt2")
-    with pytest.raises(ValueError, match=r"ids must be integers; got dtype float64"):
-        next_token_loss(side, model, TOKENS / 2)
-
-
 def test_a_model_of_another_class_is_refused(side, no_shape_checks):
     rule = r"next_token_loss and train_step take a LanguageModel; got object\. Derive"
     with pytest.raises(ValueError, match=rule):

@@ -160,3 +160,52 @@ def test_an_edited_config_loads_or_is_refused_by_name(name, tmp_path):
         if wrong := outcome(load, tmp_path / "edited"):
             found[text] = wrong
     assert not found
+
+
+def read_names(folder):
+    """Return the fields that are read of a folder, and the names of those that are there."""
+    cls = model_class(folder)
+    fields = read_fields(folder)
+    loader.read_config(cls, cls.family, fields)
+    there = {name for name, value in fields.values.items() if value is not None}
+    return fields.values, fields.used & there
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_misspelt_field_is_refused(name, tmp_path):
+    cls, config = MODELS[name]
+    cls(config, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0)).save_pretrained(tmp_path)
+    fields, names = read_names(tmp_path)
+    assert len(names) > 5
+    for field in names:
+        # The last letter twice.
+        wrong = field + field[-1]
+        edited = {wrong if key == field else key: value for key, value in fields.items()}
+        (tmp_path / "config.json").write_text(json.dumps(edited))
+        # Another check may find first that it is not there.
+        with pytest.raises(ValueError, match=field):
+            read(tmp_path)
+
+
+def test_a_misspelt_field_is_named_with_the_right_one(tmp_path):
+    cls, config = MODELS["llama"]
+    cls(config, rngs=nnx.Rngs(0)).save_pretrained(tmp_path)
+    fields, _ = read_names(tmp_path)
+    fields["rms_norm_epss"] = fields.pop("rms_norm_eps")
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    rule = (
+        r"config\.json: rms_norm_epss=1e-0\d would be ignored, and the field rms_norm_eps is"
+        r" missing\. Correct the name, or remove the field$"
+    )
+    with pytest.raises(ValueError, match=rule):
+        from_pretrained(tmp_path)
+
+
+def test_what_transformers_ignores_is_ignored(tmp_path):
+    cls, config = MODELS["llama"]
+    cls(config, rngs=nnx.Rngs(0)).save_pretrained(tmp_path)
+    fields, _ = read_names(tmp_path)
+    right = from_pretrained(tmp_path).config
+    more = {"is_llama_config": True, "rope_interleaved": False, "_name_or_path": "x"}
+    (tmp_path / "config.json").write_text(json.dumps(fields | more))
+    assert from_pretrained(tmp_path).config == right

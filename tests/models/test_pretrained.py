@@ -1,9 +1,11 @@
 """Hand-written Hugging Face folders: what is read, what is refused and why, what is left behind."""
 
 import json
+import re
 import tracemalloc
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +30,7 @@ from flax_attn.models.diffllama import DiffLlama, DiffLlamaConfig
 from flax_attn.models.gemma import Gemma, GemmaConfig
 from flax_attn.models.gemma3 import Gemma3, Gemma3Config
 from flax_attn.models.hugging_face import folder as loader
+from flax_attn.models.hugging_face.options import LoadOptions
 from flax_attn.models.hugging_face.values import Memory
 from flax_attn.models.olmo2 import Olmo2, Olmo2Config
 from flax_attn.models.phi3 import Phi3, Phi3Config
@@ -173,6 +176,32 @@ def test_options_reach_the_model(folder):
         "highest",
     )
     assert model(jnp.array([[1, 5]])).dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("parm_dtype", "The nearest is param_dtype"),
+        ("torch_dtype", "The nearest is param_dtype"),
+        ("weight", "The nearest is weights"),
+        ("scan_layer", "The nearest is scan_layers"),
+        ("device_map", "Leave it out"),
+    ],
+)
+@pytest.mark.parametrize("load", [from_pretrained, *(cls.from_pretrained for cls in FAMILIES)])
+def test_a_keyword_of_another_name_is_refused_before_anything_is_read(load, name, remedy, tmp_path):
+    rule = (
+        "^from_pretrained takes the keywords dtype, param_dtype, precision, backend, remat, "
+        "scan_layers, dropout, rngs, progress, mesh, weights; got "
+    )
+    with pytest.raises(TypeError, match=f"{rule}{name}. {remedy}$"):
+        load(tmp_path / "nowhere", **{name: None})
+
+
+def test_the_documentation_has_every_keyword():
+    page = Path(__file__).parents[2] / "docs" / "models.md"
+    listed = re.findall(r"^\| `(\w+)` \|", page.read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(LoadOptions.__annotations__)
 
 
 def test_only_one_weight_at_a_time_is_in_memory_twice(tmp_path):
@@ -321,6 +350,20 @@ def test_a_truncated_file(folder, keep):
         convert.ConversionError, match=r"model\.safetensors is not a whole safetensors file"
     ):
         GPT2.from_pretrained(folder)
+
+
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 548105171\n"
+PULL = r" is a pointer of Git LFS, 74 bytes without weights\. Run git lfs pull in its folder$"
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
+def test_a_pointer_of_git_lfs(folder, name):
+    (folder / "model.safetensors").unlink()
+    (folder / name).write_text(POINTER)
+    with pytest.raises(convert.ConversionError, match=f"{name}{PULL}"):
+        GPT2.from_pretrained(folder)
+    with pytest.raises(convert.ConversionError, match=f"{name}{PULL}"):
+        convert.read_file(folder / name)
 
 
 def shard(folder, weights, places):

@@ -54,6 +54,39 @@ def test_lengths_that_are_wrong_leave_the_model_as_it_is():
     assert not model.tok_emb.embedding[...].is_deleted()
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "kind"),
+    [
+        (optax.adamw(1e-3), "GradientTransformationExtraArgs"),
+        (nnx.Optimizer, "the class Optimizer, not an instance"),
+    ],
+)
+@pytest.mark.usefixtures("no_shape_checks")
+def test_an_optimizer_of_optax_goes_into_one_of_nnx(optimizer, kind):
+    model, _ = build()
+    rule = (
+        rf"^optimizer must be Optimizer; got {kind}\. Pass optimizer=nnx\.Optimizer\(model,"
+        r" optax\.adamw\(1e-3\), wrt=nnx\.Param\)$"
+    )
+    with pytest.raises(ValueError, match=rule):
+        train_step(model, optimizer, TOKENS)
+
+
+@pytest.mark.usefixtures("no_shape_checks")
+def test_a_class_is_no_model():
+    _, optimizer = build()
+    rule = "take a LanguageModel; got the class GPT2, not an instance. Derive"
+    with pytest.raises(ValueError, match=rule):
+        train_step(GPT2, optimizer, TOKENS)
+
+
+@pytest.mark.usefixtures("no_shape_checks")
+def test_tokens_are_checked_before_the_step_is_compiled():
+    rule = r"^tokens must be an array; got list\. Make it one before the call$"
+    with pytest.raises(ValueError, match=rule):
+        train_step(*build(), TOKENS.tolist())
+
+
 @pytest.mark.parametrize("stranger", [-100, 11])
 def test_ids_of_padding_do_not_reach_the_parameters(stranger):
     found = []

@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Integer
 from torch import Tensor
 
+from attn_spec.generation_checks import check_token_ids
 from torch_ref.functional.dropout import fold_in
 from torch_ref.functional.masks import Mask
 from torch_ref.functional.padding import without_padding
@@ -132,6 +133,7 @@ class TextEncoder(Encoder[C]):
         **inputs: Any,
     ) -> Tokens:
         """Return the vectors of all tokens, `(b, t, d_model)`; takes the arguments of a call."""
+        check_token_ids("tokens", tokens)
         shape = tuple(tokens.shape)
 
         # Padding is looked up as token 0, which every table has.

@@ -10,6 +10,8 @@ from jaxtyping import Float, Integer
 from torch import Tensor
 
 from attn_spec.cache_checks import check_caches
+from attn_spec.checks import shape_of
+from attn_spec.generation_checks import check_token_ids
 from torch_ref.functional.cache import KVCache
 from torch_ref.functional.cache_base import Cache
 from torch_ref.functional.dropout import fold_in
@@ -157,11 +159,12 @@ class EncoderDecoder(TypedModule, Generic[C]):
         dropout_key: Tensor | None = None,
     ) -> Tokens:
         """Return the output of the encoder; the first `lengths` inputs of each row are real."""
+        shape = shape_of("inputs", inputs)
         # Encoder and decoder have keys of their own, and so has each place in them.
         key = fold_in(dropout_key, 0)
         # Features of sound have no padding token that could replace them.
         if not inputs.is_floating_point():
-            inputs = without_padding(inputs, tuple(inputs.shape), lengths)
+            inputs = without_padding(inputs, shape, lengths)
         ran = self.enc_blocks.run(
             self.embed_inputs(inputs, fold_in(key, 0)),
             cache=None,
@@ -221,6 +224,7 @@ class EncoderDecoder(TypedModule, Generic[C]):
         """
         # A cache of another model would be read layer by layer without an error.
         check_caches("kept", kept, len(self.dec_blocks))
+        check_token_ids("tokens", tokens)
         # The encoder has key 0.
         t, key = tokens.shape[-1], fold_in(dropout_key, 1)
         if cache is None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attn_spec.checks import check_positive
-from attn_spec.generation_checks import check_no_start, check_prompts
+from attn_spec.generation_checks import check_no_start, check_prompts, check_stop_tokens
 from attn_spec.longrope import LongRoPEScaling
 from attn_spec.prompts import Prompts, StopTokens, as_prompts, as_start, as_stop_tokens
 from attn_spec.sampling import Sampling
@@ -121,6 +121,7 @@ def generate(
     if capacity is not None:
         check_positive(capacity=capacity)
     stops = as_stop_tokens(stop_tokens)
+    check_stop_tokens(stops, model.config.vocab_size)
     training = model.training
     model.eval()
     try:

@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float, Integer
 from torch import Tensor
 
+from attn_spec.generation_checks import check_token_ids
 from torch_ref.functional.cache_base import Cache
 from torch_ref.functional.dropout import fold_in
 from torch_ref.functional.masks import Mask
@@ -180,6 +181,7 @@ class LanguageModel(TypedModule, Generic[C]):
 
         The arguments are those of `attend`, which computes the logits of all tokens.
         """
+        check_token_ids("tokens", tokens)
         t = tokens.shape[-1]
         tokens = without_padding(tokens, tuple(tokens.shape), lengths)
         # Positions of padding could lie beyond a table, and are 0 then.

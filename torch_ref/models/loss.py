@@ -6,8 +6,8 @@ from jaxtyping import Bool, Float, Integer
 from torch import Tensor
 from torch.nn import functional
 
-from attn_spec.generation_checks import check_ids, check_language_model
-from torch_ref.functional.dtypes import accumulation_dtype, dtype_name
+from attn_spec.generation_checks import check_language_model, check_token_ids
+from torch_ref.functional.dtypes import accumulation_dtype
 from torch_ref.functional.integers import clipped
 from torch_ref.functional.masks import Mask
 from torch_ref.functional.padding import real_tokens
@@ -53,6 +53,8 @@ def next_token_loss(
         True
     """
     check_language_model(model, LanguageModel)
+    # Before the model runs: a float that is rounded down would be another token.
+    check_token_ids("tokens", tokens)
     shape = tuple(tokens.shape)
     # The mean of no token is no number.
     if shape[-1] < 2:
@@ -60,8 +62,6 @@ def next_token_loss(
             "the loss is that of the tokens after the first, so there must be two; got shape"
             f" {shape}. Leave out rows of one token"
         )
-    # Before the model runs: a float that is rounded down would be another token.
-    check_ids(dtype_name(tokens.dtype))
     tokens = clipped(tokens, model.config.vocab_size)
     options = _packed(segments, shape)
     options |= {"lengths": lengths, "dropout_key": dropout_key}

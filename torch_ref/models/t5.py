@@ -6,6 +6,7 @@ from typing import Any
 from jaxtyping import Float, Integer
 from torch import Tensor, nn
 
+from attn_spec.generation_checks import check_token_ids
 from attn_spec.models.t5 import T5Config
 from attn_spec.scores import Scores
 from torch_ref.functional.relative import t5_bias
@@ -116,6 +117,7 @@ class T5(EncoderDecoder[T5Config]):
 
     def embed_inputs(self, inputs: Integer[Tensor, "*b s"], dropout_key: Tensor | None) -> Tokens:
         """Return the vectors of the encoder's tokens, dropped in train mode."""
+        check_token_ids("inputs", inputs)
         return self.drop_emb(self.tok_emb(inputs), dropout_key=dropout_key)
 
     def embed(

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from attn_spec.checks import check_tokens, check_type
-from attn_spec.module_checks import check_block_norms, check_block_widths
+from attn_spec.module_checks import check_block_norms, check_block_widths, check_parts
 from torch_ref.functional.cache_base import Cache
 from torch_ref.functional.dropout import fold_in
 from torch_ref.functional.masks import Mask
@@ -69,6 +69,7 @@ class TransformerBlock(TypedModule):
             "post_norm1": post_norm1,
             "post_norm2": post_norm2,
         }
+        check_parts(**parts)
         # What states no width, such as a function, is not checked.
         widths = {name: getattr(part, "d_model", None) for name, part in parts.items()}
         # kdim and vdim are the widths of the key and value inputs, if there are any.

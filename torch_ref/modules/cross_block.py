@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from attn_spec.checks import check_type
-from attn_spec.module_checks import check_block_widths
+from attn_spec.module_checks import check_block_widths, check_parts
 from torch_ref.functional.cache import KVCache
 from torch_ref.functional.cache_base import Cache
 from torch_ref.functional.dropout import fold_in
@@ -68,6 +68,7 @@ class CrossBlock(TypedModule):
             "drop_shortcut", drop_shortcut, Dropout | None, "drop_shortcut=Dropout(...), or None"
         )
         parts = {"ff": ff, "norm1": norm1, "norm2": norm2, "norm3": norm3}
+        check_parts(**parts)
         # What states no width, such as a function, is not checked.
         widths = {name: getattr(part, "d_model", None) for name, part in parts.items()}
         check_block_widths(att.d_in, {"d_out": att.d_out}, widths | {"cross": cross.d_in})

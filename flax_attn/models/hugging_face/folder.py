@@ -9,20 +9,18 @@ that memory holds the model once.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal, TypedDict, TypeVar, Unpack
+from typing import Any, TypeVar, Unpack
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from flax.typing import Dtype, PrecisionLike
 from jax import Array
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh
 
-from attn_spec.checks import check_choice, check_positive
+from attn_spec.checks import check_positive
 from attn_spec.hugging_face.fields import Fields, read_fields
 from flax_attn.convert.api import parameters, tensors
 from flax_attn.convert.files import take_part, write_shards
@@ -33,34 +31,18 @@ from flax_attn.models.hugging_face.counts import check_counts
 from flax_attn.models.hugging_face.entries import match, names_of, plan_entries
 from flax_attn.models.hugging_face.family import Family
 from flax_attn.models.hugging_face.held import hold
+from flax_attn.models.hugging_face.options import LoadOptions, check_float64, check_options
 from flax_attn.models.hugging_face.quantized import dequantized, read_quantization
 from flax_attn.models.hugging_face.reading import fill
 from flax_attn.models.hugging_face.replacement import named_apart, replace_model
 from flax_attn.models.hugging_face.streams import fork_streams
 from flax_attn.models.hugging_face.values import Memory, OnMesh
-from flax_attn.models.quantize import WEIGHTS, quantize
-from flax_attn.modules.initialisation import check_dtypes, without_values
+from flax_attn.models.quantize import quantize
+from flax_attn.modules.initialisation import without_values
 from flax_attn.modules.quantized_linear import QuantizedLinear
-from flax_attn.sharding.parameter_axes import check_mesh
 from flax_attn.sharding.parameters import abstract, shard
 
 M = TypeVar("M", bound=nnx.Module)
-
-
-class LoadOptions(TypedDict, total=False):
-    """The options of `from_pretrained`."""
-
-    dtype: Dtype | None
-    param_dtype: Dtype | None
-    precision: PrecisionLike
-    backend: str
-    remat: bool
-    scan_layers: bool
-    dropout: float | None
-    rngs: nnx.Rngs | None
-    progress: bool | None
-    mesh: Mesh | None
-    weights: Literal["int8", "stored"] | None
 
 
 def load(
@@ -71,6 +53,7 @@ def load(
     `family` says how it is stored.
 
     Raises:
+        TypeError: if an option has another name.
         FileNotFoundError: if there is no such folder, or `config.json`, the weights or a shard is
             missing.
         ValueError: if the config is that of another model or asks for what ours do not compute, a
@@ -78,7 +61,7 @@ def load(
             all are listed, and none is read.
     """
     family = _known(cls, family)
-    _check_options(options)
+    check_options(options)
     mesh, dtype = options.get("mesh"), options.get("param_dtype")
     fields = read_fields(Path(path))
     config: Any = read_config(cls, family, fields, options.get("dropout"))
@@ -96,7 +79,7 @@ def load(
     check_copies(entries, family, stored, weights)
     # Without a `param_dtype` the files decide.
     if dtype is None:
-        _check_float64(stored[name].dtype for name in names_of(entries))
+        check_float64(stored[name].dtype for name in names_of(entries))
     fork_streams(model, options.get("rngs"))
     memory = Memory() if mesh is None else OnMesh(mesh)
     weights_in = options.get("weights")
@@ -166,45 +149,23 @@ def _check_savable(model: nnx.Module, target: Path) -> None:
         raise ValueError(f"a model is stored as a folder; got {target}, which is a file")
 
 
-def _check_options(options: LoadOptions) -> None:
-    """Raise unless the options are right, before a file is read."""
-    mesh = options.get("mesh")
-    weights = options.get("weights")
-    if weights is not None:
-        _check_quantized(weights, mesh, options.get("scan_layers", False))
-    if mesh is not None:
-        check_mesh(mesh)
-    dtype = options.get("param_dtype")
-    check_dtypes(dtype=options.get("dtype"), param_dtype=dtype)
-    if dtype is not None:
-        _check_float64([dtype])
-
-
-def _check_quantized(weights: str, mesh: Mesh | None, scan_layers: bool) -> None:
-    check_choice("weights", weights, (*WEIGHTS, "stored"))
-    if mesh is not None or scan_layers:
-        given = "scan_layers" if mesh is None else "a mesh"
-        raise ValueError(
-            f'weights="{weights}" is for layers one by one on one device; got {given}. Load without'
-            " one of the two"
-        )
-
-
 def read_config(cls: type, family: Family, fields: Fields, dropout: float | None = None) -> object:
     """Return the config of a model of `cls`; `dropout` replaces that of the file unless it is None.
 
-    Files of transformers 4 and 5 are read. Every field that changes the function is supported or
-    refused.
+    Files of transformers 4 and 5 are read. Every field by which transformers changes the function
+    is supported or refused. It ignores all others, and they are ignored here.
 
     Raises:
-        ValueError: if the file is that of another family, lacks a field, or asks for what our
-            models do not compute.
+        ValueError: if the file is that of another family, lacks a field, misspells one, or asks for
+            what our models do not compute.
     """
     read = _reader(cls, family, fields)
     fields.only(is_causal=True)
     # Refused here as well, before the weights are looked for.
     read_quantization(fields)
-    return read(fields, dropout)
+    config = read(fields, dropout)
+    fields.check_spelling()
+    return config
 
 
 def _reader(cls: type, family: Family, fields: Fields) -> Callable[..., object]:
@@ -278,13 +239,3 @@ def _current(name: str) -> str:
     """Return the current name of a weight: the first uploads named norms as TensorFlow does."""
     name = name.replace("LayerNorm.gamma", "LayerNorm.weight")
     return name.replace("LayerNorm.beta", "LayerNorm.bias")
-
-
-def _check_float64(dtypes: Iterable[Dtype]) -> None:
-    for dtype in dtypes:
-        if jnp.dtype(dtype) == jnp.float64 and jnp.result_type(float) != jnp.float64:
-            raise ValueError(
-                "parameters in float64 need JAX's 64-bit mode; got a param_dtype or weights of"
-                ' float64. Pass param_dtype=jnp.float32 or call jax.config.update("jax_enable_x64",'
-                " True)"
-            )

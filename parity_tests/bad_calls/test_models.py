@@ -1,0 +1,89 @@
+"""Bad tokens of models: the same error in the same words on both sides."""
+
+import numpy as np
+import pytest
+from flax import nnx
+
+from attn_spec.models.bert import BertConfig
+from attn_spec.models.t5 import T5Config
+
+pytestmark = pytest.mark.usefixtures("no_shape_checks")
+IDS = np.ones((2, 3), int)
+
+
+def numerics(side):
+    return {"rngs": nnx.Rngs(0)} if side.is_flax else {}
+
+
+def gpt2(side):
+    return side.build("GPT2", side.GPT2Config(6, 2, 1, context_length=8, vocab_size=11))
+
+
+def bert(side):
+    config = BertConfig(6, 2, 1, context_length=8, vocab_size=11)
+    return side.file("models.bert").Bert(config, **numerics(side))
+
+
+def t5(side):
+    config = T5Config(6, 8, 2, 3, 1, 1, vocab_size=11)
+    return side.file("models.t5").T5(config, **numerics(side))
+
+
+CALLS = {
+    "decoder": ("tokens", lambda side, tokens: gpt2(side)(tokens)),
+    "encoder": ("tokens", lambda side, tokens: bert(side)(tokens)),
+    "inputs of an encoder-decoder": (
+        "inputs",
+        lambda side, inputs: t5(side)(inputs, side.array(IDS)),
+    ),
+    "tokens of an encoder-decoder": (
+        "tokens",
+        lambda side, tokens: t5(side)(side.array(IDS), tokens),
+    ),
+    "loss": (
+        "tokens",
+        lambda side, tokens: side.file("models.loss").next_token_loss(gpt2(side), tokens),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_tokens_have_one_axis_or_two(name, assert_same_error):
+    argument, call = CALLS[name]
+    rule = (
+        rf"^{argument} must be integers \(t,\) or \(b, t\); got dtype int\d\d, shape \(2, 3, 4\)\."
+        r" Reshape more batch axes into one$"
+    )
+    ids = np.ones((2, 3, 4), np.int32)
+    assert_same_error(lambda side: call(side, side.array(ids)), rule)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_tokens_are_integers(name, assert_same_error):
+    argument, call = CALLS[name]
+    rule = (
+        rf"^{argument} must be integers \(t,\) or \(b, t\); got dtype float64, shape \(2, 3\)\."
+        r" Pass the ids that the tokenizer of the model returns$"
+    )
+    assert_same_error(lambda side: call(side, side.array(IDS / 2)), rule)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_tokens_are_an_array(name, assert_same_error):
+    argument, call = CALLS[name]
+    rule = f"^{argument} must be an array; got list. Make it one before the call$"
+    assert_same_error(lambda side: call(side, IDS.tolist()), rule)
+
+
+@pytest.mark.parametrize("bad", [11, -1])
+@pytest.mark.parametrize("model", [gpt2, t5])
+def test_stop_tokens_are_of_the_vocabulary(model, bad, assert_same_error):
+    rule = (
+        rf"^stop_tokens lie in the vocabulary, 0 to 10; got {bad}, which the model never makes\."
+        r" Pass the end token of the tokenizer of this model$"
+    )
+
+    def act(side):
+        side.generate(model(side), [1], 2, stop_tokens=[10, bad])
+
+    assert_same_error(act, rule)
