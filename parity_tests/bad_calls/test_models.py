@@ -55,7 +55,12 @@ def test_tokens_have_one_axis_or_two(name, assert_same_error):
         r" Reshape more batch axes into one$"
     )
     ids = np.ones((2, 3, 4), np.int32)
-    assert_same_error(lambda side: call(side, side.array(ids)), rule)
+
+    def act(side):
+        array = side.array(ids)
+        call(side, array)
+
+    assert_same_error(act, rule)
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -65,7 +70,13 @@ def test_tokens_are_integers(name, assert_same_error):
         rf"^{argument} must be integers \(t,\) or \(b, t\); got dtype float64, shape \(2, 3\)\."
         r" Pass the ids that the tokenizer of the model returns$"
     )
-    assert_same_error(lambda side: call(side, side.array(IDS / 2)), rule)
+    halves = IDS / 2
+
+    def act(side):
+        array = side.array(halves)
+        call(side, array)
+
+    assert_same_error(act, rule)
 
 
 @pytest.mark.parametrize("name", CALLS)
