@@ -78,6 +78,15 @@ def test_show_shapes_prints_the_steps_of_grouped_queries(capsys):
         assert shape in line
 
 
+def test_show_environment_says_whether_there_are_native_kernels(capsys, monkeypatch):
+    assert main(["show", "environment"]) == 0
+    levels = ", ".join(native.levels()) or native.MISSING
+    assert f"native kernels: {levels}\n" in capsys.readouterr().out
+    monkeypatch.setattr(native, "library", lambda: None)
+    assert main(["show", "environment"]) == 0
+    assert "native kernels: its library was not built" in capsys.readouterr().out
+
+
 def test_show_writes_a_picture(tmp_path, capsys):
     path = tmp_path / "maps.png"
     assert main(["show", "--out", str(path)]) == 0

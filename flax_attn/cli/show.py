@@ -73,10 +73,12 @@ def _show(options: argparse.Namespace) -> int:
 
 
 def _print_environment() -> None:
+    from flax_attn import native
     from flax_attn.parity.report.report import environment
 
     for name, value in environment().items():
         print(f"{name}: {value}")
+    print(f"native kernels: {', '.join(native.levels()) or native.MISSING}")
 
 
 def _example(options: argparse.Namespace) -> tuple[Any, list[str], Any]:

@@ -14,7 +14,9 @@ import jax.export
 
 MISSING = (
     "its library was not built, which takes a C++ compiler when flax_attn is installed: install one"
-    " (g++ 12 or newer), and then flax_attn again with pip install --force-reinstall --no-deps"
+    " (g++ 12 or newer), and then flax_attn again with pip install --force-reinstall --no-deps. In the"
+    " folder of a clone Python imports flax_attn from there, where only pip install -e . builds it:"
+    " start Python elsewhere, or install it so"
 )
 # What its functions take; all sums are in float32.
 DTYPES = ("float32", "bfloat16", "float16")
