@@ -330,7 +330,10 @@ def test_a_file_that_ends_the_process_is_named_with_its_line(command, modules, t
         (["{m}:flax_linear"], "give both sides, FLAX TORCH, or FLAX --against DIR; got"),
         (["{m}:flax_linear", "{m}:torch_linear"], "give the inputs: --input 2,3,12,12"),
         (["{m}:flax_linear", "--against", "out", *X], "an export holds its inputs"),
-        (["{m}:flax_linear", "{m}:torch_linear", *X, "--check", "forwards"], "no check is called"),
+        (
+            ["{m}:flax_linear", "{m}:torch_linear", *X, "--check", "forwards"],
+            "no check is called forwards (nearest: forward). Known are: shapes, ",
+        ),
         (["{m}:flax_linear", "{m}:torch_linear", "--input", "3,x"], "an input is SHAPE, KIND"),
         (["{m}:flax_linear", "{m}:torch_linear", *X, "--constant", "eps"], "is NAME=VALUE"),
         (["{m}:nothing_here", "{m}:torch_linear", *X], "has no nothing_here"),
@@ -339,8 +342,8 @@ def test_a_file_that_ends_the_process_is_named_with_its_line(command, modules, t
         (["flax_linear", "{m}:torch_linear", *X], "a spec is FILE.py:NAME or pkg.mod:NAME; got"),
         (["torch.nn:Linear", "{m}:torch_linear", *X], "needs arguments that the command line"),
         (
-            ["{m}:flax_linear", "{m}:torch_linear", *X, "--layout", "nothing"],
-            "layout must be one of 'auto', ",
+            ["{m}:flax_linear", "{m}:torch_linear", *X, "--layout", "torchref"],
+            "or a spec of a table; got 'torchref' (nearest: torch_ref)",
         ),
         (
             [

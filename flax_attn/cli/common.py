@@ -98,11 +98,13 @@ def need_torch(command: str) -> None:
 
 def known_checks(names: list[str] | None) -> list[str] | None:
     """Return the requested checks; raise if one is unknown."""
+    from flax_attn.convert.problems import nearest
     from flax_attn.parity import CHECKS
 
     unknown = [name for name in names or () if name not in CHECKS]
     if unknown:
-        raise UsageError(f"no check is called {', '.join(unknown)}. Known are: {', '.join(CHECKS)}")
+        wrong = ", ".join(f"{name}{nearest(name, CHECKS)}" for name in unknown)
+        raise UsageError(f"no check is called {wrong}. Known are: {', '.join(CHECKS)}")
     return names
 
 

@@ -142,12 +142,13 @@ def read(options: argparse.Namespace) -> Request:
 
 def _check_layout(text: str) -> None:
     from flax_attn.convert import LAYOUTS
+    from flax_attn.convert.problems import nearest
 
     names = ("auto", "none", *LAYOUTS)
     if ":" not in text and text not in names:
         raise common.UsageError(
             f"layout must be one of {', '.join(map(repr, names))}, or a spec of a table; got"
-            f" {text!r}"
+            f" {text!r}{nearest(text, names)}"
         )
 
 

@@ -2,7 +2,7 @@
 
 import difflib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 
 from flax_attn.convert.rules import Entry, Layout, Shape
@@ -38,7 +38,7 @@ def _misshapen(wanted: Shapes, got: Shapes) -> list[str]:
 def _unpaired(kind: str, names: list[str], shapes: Shapes, others: list[str]) -> list[str]:
     # The search for like names is quadratic: it sees the names that are shown.
     shown = others[:_LINES]
-    return _listed(kind, names, lambda name: f" {shapes[name]}{_nearest(name, shown)}")
+    return _listed(kind, names, lambda name: f" {shapes[name]}{nearest(name, shown)}")
 
 
 def _listed(kind: str, names: list[str], detail: Callable[[str], str]) -> list[str]:
@@ -59,6 +59,12 @@ def _common_prefix(wanted: Shapes, theirs: Shapes) -> str:
     return ""
 
 
-def _nearest(name: str, names: list[str]) -> str:
-    near = difflib.get_close_matches(name, names, n=1)
+def nearest(name: str, names: Iterable[str]) -> str:
+    """Return a note on the name that is most like a wrong one; empty if none is like it.
+
+    Example:
+        >>> nearest("foward", ["forward", "weights"])
+        ' (nearest: forward)'
+    """
+    near = difflib.get_close_matches(name, list(names), n=1)
     return f" (nearest: {near[0]})" if near else ""

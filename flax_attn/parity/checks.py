@@ -86,10 +86,12 @@ def run_checks(
         left_out: reason for each check that must not run.
 
     Raises:
-        ValueError: if a name is unknown.
+        ValueError: if a name is unknown, or the names are one string.
         ExportError: if the PyTorch side is an export of another comparison.
         ReplacedError: if a function of PyTorch was replaced.
     """
+    if isinstance(names, str):
+        raise ValueError(f"checks are names in a list or tuple; got {names!r}: pass [{names!r}]")
     # All names are checked before the first check runs, which may take minutes.
     for name in names or ():
         check_choice("check", name, CHECKS)

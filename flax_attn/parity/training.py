@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from flax_attn.convert.problems import nearest
 from flax_attn.parity.adapters.adapter import Arrays, Mode
 
 if TYPE_CHECKING:
@@ -24,10 +25,12 @@ SCHEDULES = ("constant", "cosine", "linear")
 _TORCH_CLIP = 1e-6
 
 
-def check_choice(name: str, value: str, choices: Iterable[str]) -> None:
+def check_choice(name: str, value: str, choices: Collection[str]) -> None:
     """Raise a `ValueError` unless `value` is one of the choices."""
     if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}; got {value!r}")
+        known = ", ".join(map(repr, choices))
+        near = nearest(str(value), choices)
+        raise ValueError(f"{name} must be one of {known}; got {value!r}{near}")
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,15 @@ def say(match):
         (nnx.Linear, torch_linear(), r"got the class Linear: pass a module of it"),
         (linear(), torch.nn.Linear, r"got the class Linear: pass a module of it"),
     ],
-    ids=["number", "list", "unbound", "swapped", "two of Flax", "Flax class", "PyTorch class"],
+    ids=[
+        "number",
+        "list",
+        "unbound",
+        "swapped",
+        "two of Flax",
+        "Flax class",
+        "PyTorch class",
+    ],
 )
 def test_sides_that_are_none(flax, torch_side, match):
     with say(match):
@@ -119,9 +127,12 @@ def test_an_unknown_layout_and_an_unknown_check():
     layouts = r"layout must be one of 'auto', 'torch_ref', .* got 'pytorch'"
     with pytest.raises(ValueError, match=layouts):
         compare(linear(), torch_linear(), X, layout="pytorch")
-    checks = r"check must be one of .*'forward'.*; got 'foward'"
+    checks = r"check must be one of .*'forward'.*; got 'foward' \(nearest: forward\)"
     with pytest.raises(ValueError, match=checks):
         compare(linear(), torch_linear(), X, layout="torch", checks=["foward"])
+    text = r"checks are names in a list or tuple; got 'forward': pass \['forward'\]"
+    with pytest.raises(ValueError, match=text):
+        compare(linear(), torch_linear(), X, layout="torch", checks="forward")
 
 
 @pytest.mark.parametrize(
