@@ -28,6 +28,15 @@ def torch_linear(width=2, **options):
     return torch.nn.Linear(3, width, **options)
 
 
+class NoCall(nnx.Module):
+    def __init__(self):
+        self.layer = linear()
+
+
+class NoForward(torch.nn.Module):
+    pass
+
+
 def say(match):
     # A sentence for the user, and not the error of a library that was called too early.
     return pytest.raises(PairingError, match=match)
@@ -53,6 +62,16 @@ def say(match):
             linear(),
             r"the PyTorch module is .* got Linear, of Flax. The order is compare\(flax_module, t",
         ),
+        (
+            NoCall(),
+            torch_linear(),
+            r"got NoCall, which cannot be called. Define __call__ in its cl",
+        ),
+        (
+            linear(),
+            NoForward(),
+            r"got NoForward, which has no forward. Define forward in its class",
+        ),
         (nnx.Linear, torch_linear(), r"got the class Linear: pass a module of it"),
         (linear(), torch.nn.Linear, r"got the class Linear: pass a module of it"),
     ],
@@ -62,6 +81,8 @@ def say(match):
         "unbound",
         "swapped",
         "two of Flax",
+        "no call",
+        "no forward",
         "Flax class",
         "PyTorch class",
     ],

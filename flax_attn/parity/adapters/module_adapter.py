@@ -102,7 +102,9 @@ def check_kind(module: Any, rule: str, foreign: Mapping[str, str]) -> None:
             f"{problem}, of {origin}. The order is compare(flax_module, torch_module, inputs)"
         )
     if not callable(module):
-        raise PairingError(problem)
+        raise PairingError(
+            f"{problem}, which cannot be called. Define __call__ in its class, or pass a function"
+        )
 
 
 def _origin(module: Any, foreign: Mapping[str, str]) -> str:

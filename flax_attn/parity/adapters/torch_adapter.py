@@ -70,6 +70,11 @@ class TorchAdapter(ModuleAdapter):
         self.module = module
         method = module
         if isinstance(module, torch.nn.Module):
+            if call is None and type(module).forward is torch.nn.Module.forward:
+                raise PairingError(
+                    f"{rule}; got {type(module).__name__}, which has no forward. Define forward in"
+                    " its class, or pass torch_call="
+                )
             self.module = copy.deepcopy(module).double()
             method = module.forward
         super().__init__(method, call, cached_call, positional)
