@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from flax_attn.cli.guard import end_on_signals, guarded
+from flax_attn.cli.guard import BAD_USAGE, end_on_signals, guarded
 
 if TYPE_CHECKING:
     import argparse
@@ -32,8 +32,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(arguments: list[str]) -> int:
     import argparse
 
+    parser = _parser()
+    if not arguments:
+        parser.print_help(sys.stderr)
+        return BAD_USAGE
     # A report names the command that makes it again, with the arguments as they were given.
-    options = _parser().parse_args(arguments, argparse.Namespace(arguments=arguments))
+    options = parser.parse_args(arguments, argparse.Namespace(arguments=arguments))
     return options.run(options)
 
 
