@@ -14,9 +14,9 @@ import jax.export
 
 MISSING = (
     "its library was not built, which takes a C++ compiler when flax_attn is installed: install one"
-    " (g++ 12 or newer), and then flax_attn again with pip install --force-reinstall --no-deps. Python"
-    " that starts in the folder of a clone imports flax_attn from there: start it elsewhere, or build"
-    " it there with pip install -e ."
+    " (g++ 12 or newer), and then flax_attn again with pip install --force-reinstall --no-deps."
+    " Python that starts in the folder of a clone imports flax_attn from there: start it elsewhere,"
+    " or build it there with pip install -e ."
 )
 # What its functions take; all sums are in float32.
 DTYPES = ("float32", "bfloat16", "float16")
