@@ -25,14 +25,17 @@ def as_booleans(array: Any) -> Array:
     """
     array = _array("mask", array)
     if array.dtype != bool:
-        check_zeros_and_ones(_is_zeros_and_ones(array), array.dtype, "astype(bool)")
+        found = _is_real(array.dtype) and _is_zeros_and_ones(array)
+        check_zeros_and_ones(found, array.dtype, "astype(bool)")
         array = array.astype(bool)
     return jnp.asarray(array)
 
 
+def _is_real(dtype: Any) -> bool:
+    return is_integer(dtype) or bool(jnp.issubdtype(dtype, jnp.floating))
+
+
 def _is_zeros_and_ones(array: Array | np.ndarray) -> bool | None:
-    if not jnp.issubdtype(array.dtype, jnp.floating) and not is_integer(array.dtype):
-        return False
     # With NumPy, as all operations of JAX are traced inside a trace.
     if isinstance(array, Tracer):
         return None

@@ -39,12 +39,16 @@ class Where(Positioned):
         # A function that reads b was placed in one batch, and cannot serve another.
         check_same_size("b", _size(known.b), b)
         check_same_size("n", _size(known.n), n)
+        self._check_tables(b, n, t, s)
+        part = replace(known.sized(b, n), offset=self.first_position)
+        return super(Where, part).resolve(b, n, t, s)
+
+    def _check_tables(self, b: int, n: int, t: int, s: int) -> None:
         counts = {"b": b, "n": n, "j": s}
+        # An array of offsets is not read, so that no call waits for the device.
         if isinstance(self.first_position, int):
             counts["i"] = self.first_position + t
         self.function.check_tables("mask", SEES, counts)
-        part = replace(known.sized(b, n), offset=self.first_position)
-        return super(Where, part).resolve(b, n, t, s)
 
     def _without_unread(self) -> Where:
         """Return the part without indices that the function does not read: these may be any."""

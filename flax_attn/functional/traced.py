@@ -96,13 +96,8 @@ class IndexFunction:
         """Raise if an array that is read at an argument is too short for its count of values."""
         for place, size in self.program.tables:
             name = arguments[place]
-            count = counts.get(name, 0)
-            if count > size:
-                raise ValueError(
-                    f"the function of a {what} reads an axis of {size} entries at {name}, which"
-                    f" goes from 0 to {count - 1}: JAX takes the last entry for all beyond it. Make"
-                    f" the array larger, or write jnp.minimum({name}, {size - 1})"
-                )
+            # Without a count it is not known how far the argument goes.
+            _check_table(what, name, size, counts.get(name, 0) - 1)
 
     @property
     def floats(self) -> tuple[Array, ...]:
@@ -212,26 +207,47 @@ def _read(jaxpr: Any) -> set:
 def _tables(jaxpr: Any) -> Iterator[tuple[int, int]]:
     """Yield `FunctionProgram.tables`."""
     made_by = {x: eqn for eqn in jaxpr.eqns for x in eqn.outvars}
-    places = {x: place for place, x in enumerate(jaxpr.invars)}
+    for size, start in _slices(jaxpr):
+        index = _index(start, made_by)
+        for place, x in enumerate(jaxpr.invars):
+            if x is index:
+                yield place, size
+
+
+def _check_table(what: str, name: str, size: int, last: int) -> None:
+    if last >= size:
+        raise ValueError(
+            f"the function of a {what} reads an axis of {size} entries at {name}, which goes from 0"
+            f" to {last}: JAX takes the last entry for all beyond it. Make the array larger, or"
+            f" write jnp.minimum({name}, {size - 1})"
+        )
+
+
+def _slices(jaxpr: Any) -> Iterator[tuple[int, Any]]:
+    """Yield the size of each axis that is read, and where."""
     for eqn in jaxpr.eqns:
-        if eqn.primitive.name != "dynamic_slice":
-            continue
-        table, *starts = eqn.invars
-        for size, start in zip(table.aval.shape, starts, strict=True):
-            index = _index(start, made_by)
-            if not isinstance(index, Literal) and index in places:
-                yield places[index], size
+        # Other ways to read an array say what is taken beyond its end.
+        if eqn.primitive.name == "dynamic_slice":
+            table, *starts = eqn.invars
+            yield from zip(table.aval.shape, starts, strict=True)
 
 
-def _index(start: Any, made_by: dict) -> Any:
+def _index(start: Any, made_by: dict[Any, Any]) -> Any:
     """Return the index that a slice starts at, before a negative one is counted from the end."""
-    selected = None if isinstance(start, Literal) else made_by.get(start)
-    if selected is None or selected.primitive.name != "select_n":
+    selected = _made(start, "select_n", made_by)
+    if selected is None:
         return start
+    # `select(index < 0, index, index + size)`
     _, index, other = selected.invars
-    from_end = None if isinstance(other, Literal) else made_by.get(other)
-    is_counted = from_end is not None and from_end.primitive.name == "add"
-    return index if is_counted and from_end.invars[0] is index else start
+    counted = _made(other, "add", made_by)
+    return index if counted is not None and counted.invars[0] is index else start
+
+
+def _made(x: Any, primitive: str, made_by: dict[Any, Any]) -> Any:
+    """Return the equation that makes a variable, if it is of this operation."""
+    # A number has none, and cannot be looked up.
+    eqn = None if isinstance(x, Literal) else made_by.get(x)
+    return eqn if eqn is not None and eqn.primitive.name == primitive else None
 
 
 def _reference(function: Callable) -> Any:

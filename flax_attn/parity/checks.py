@@ -90,12 +90,16 @@ def run_checks(
         ExportError: if the PyTorch side is an export of another comparison.
         ReplacedError: if a function of PyTorch was replaced.
     """
+    # All names are checked before the first check runs, which may take minutes.
+    _check_names(names)
+    return _run_checks(pair, names, wanted, watch, left_out)
+
+
+def _check_names(names: Sequence[str] | None) -> None:
     if isinstance(names, str):
         raise ValueError(f"checks are names in a list or tuple; got {names!r}: pass [{names!r}]")
-    # All names are checked before the first check runs, which may take minutes.
     for name in names or ():
         check_choice("check", name, CHECKS)
-    return _run_checks(pair, names, wanted, watch, left_out)
 
 
 def _run_checks(

@@ -187,9 +187,11 @@ def output_of(outputs: Mapping[str, Any], name: str, shape: Sequence[int]) -> An
             f"both must return outputs of the same names; there is no {name!r} among {found}. "
             "Pass calls that return the same names"
         )
-    if tuple(outputs[name].shape) != tuple(shape):
+    output = outputs[name]
+    ours = tuple(output.shape)
+    theirs = tuple(shape)
+    if ours != theirs:
         raise ValueError(
-            f"outputs must have the same shapes; {name} is {tuple(outputs[name].shape)} here,"
-            f" {tuple(shape)} in PyTorch"
+            f"outputs must have the same shapes; {name} is {ours} here, {theirs} in PyTorch"
         )
-    return outputs[name]
+    return output
