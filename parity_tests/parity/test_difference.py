@@ -154,6 +154,28 @@ class LastStepBeforeAnotherFormula:
         return alphas * shifted.cumprod(-1)[:, :-1]  # planted
 
 
+@planted(r"flax has sigmoid.*, torch has \(erf", shapes=((6, 2, 3), (3, 3)))
+class FormulaOfALoopThatRunsTwice:
+    # A step of PyTorch multiplies several times on the line, and JAX scans once.
+    def flax(x, w):
+        def step(h, now):
+            h = jnp.tanh(now + jax.nn.silu(h @ w))  # planted
+            return h, h
+
+        _, outputs = jax.lax.scan(step, jnp.zeros((2, 3)), x)
+        return jnp.concatenate([outputs, 2 * outputs])
+
+    def torch(x, w):
+        def run():
+            h, outputs = x.new_zeros(2, 3), []
+            for now in x:
+                h = torch.tanh(now + F.gelu(h @ w))  # planted
+                outputs.append(h)
+            return torch.stack(outputs)
+
+        return torch.cat([run(), 2 * run()])
+
+
 @planted(
     r"flax runs the steps of the scan from the first to the last, torch from the last to the first",
     shapes=((6, 2, 3), (3, 3)),

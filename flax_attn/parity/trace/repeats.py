@@ -95,13 +95,13 @@ def _paired_steps(
     if len(ours) == 1 or left or not times:
         return
     own, other = ours.index(flax), theirs.index(torch)
-    # A step of the loop may do what a step of the scan does once several times.
-    loops = [theirs[other % times :: times]]
-    if times > 1:
-        # The loop may be run several times.
-        first = other - other % len(ours)
-        loops.append(theirs[first : first + len(ours)])
-    for steps in loops:
+    # The loop may be run several times, and do in each step several times what the scan does once.
+    for in_each in range(times, 0, -1):
+        if times % in_each:
+            continue
+        in_one_loop = in_each * len(ours)
+        first = other - other % in_one_loop
+        steps = theirs[first + other % in_each : first + in_one_loop : in_each]
         # A scan may run from the end.
         for order in (steps, steps[::-1]):
             if order[own] is torch:
