@@ -41,13 +41,15 @@ MASKS = {
 @pytest.mark.parametrize("most", [2**24, 10**6, 10**5])
 @pytest.mark.parametrize("name", MASKS)
 def test_every_pair_that_is_seen_lies_in_one_tile(name, most, unrolled):
-    one = call(mask=MASKS[name])
+    mask = MASKS[name]
+    one = call(mask=mask)
     division = divided(one, most, unrolled)
     taken = np.zeros((1000, 1000), int)
     for span in division.spans:
         rows = slice(span.row, span.row + span.rows * span.count)
         taken[rows, span.col : span.col + span.cols] += 1
-    visible = np.asarray((MASKS[name] or Mask()).materialise(1, 1, 1000, 1000))[0, 0]
+    seen = Mask() if mask is None else mask
+    visible = np.asarray(seen.materialise(1, 1, 1000, 1000))[0, 0]
     assert taken.max() == 1
     assert (taken[visible] == 1).all()
     assert division.parts * division.batch * division.heads == 2 * 2
