@@ -120,7 +120,7 @@ WRONG_MESHES = (
         ),
         (
             ["--check", "forwards"],
-            "no check is called forwards. Known are: shapes, weights, forward, ",
+            "no check is called forwards (nearest: forward). Known are: shapes, weights, forward, ",
         ),
         (["a.py:A", "b.py:B"], "your own by flax-attn compare a.py:A b.py:B, and a variant by"),
         (["--report", "/no/such/folder/report.json"], "in a folder that exists"),

@@ -26,7 +26,7 @@ from attn_spec.checks import check_type
 from flax_attn.backends.platform import platform_of
 from flax_attn.functional.abstract import check_has_values
 from flax_attn.functional.dropout import KeyedDropout
-from flax_attn.functional.dtypes import accumulation_dtype, holds_numbers
+from flax_attn.functional.dtypes import accumulation_dtype
 from flax_attn.functional.masks import Mask, as_mask
 from flax_attn.functional.nonfinite import without_nonfinite_sinks
 from flax_attn.functional.score_function import ScoreFunction
@@ -264,8 +264,12 @@ def as_argument(name: str, value: Any) -> Array:
     if not isinstance(value, jax.Array) and hasattr(value, "__jax_array__"):
         value = jnp.asarray(value)
     check_argument(name, value, jax.Array | np.ndarray, f"Pass jnp.asarray({name})")
-    check_holds_numbers(name, holds_numbers(value.dtype), value.dtype)
+    check_holds_numbers(name, _holds_numbers(value.dtype), value.dtype)
     return jnp.asarray(value)
+
+
+def _holds_numbers(dtype: np.dtype) -> bool:
+    return bool(jnp.issubdtype(dtype, jnp.number) or jnp.issubdtype(dtype, jnp.bool))
 
 
 def _as_scale(scale: Any, dtype: jnp.dtype) -> Any:

@@ -24,16 +24,6 @@ def dtype_name(dtype: Dtype) -> str:
     return jnp.dtype(dtype).name
 
 
-def holds_numbers(dtype: Dtype) -> bool:
-    """Return whether a dtype is one of numbers or booleans, not of objects or text.
-
-    Example:
-        >>> holds_numbers(jnp.bfloat16), holds_numbers(object)
-        (True, False)
-    """
-    return bool(jnp.issubdtype(dtype, jnp.number) or jnp.issubdtype(dtype, jnp.bool))
-
-
 def is_integer(dtype: Dtype) -> bool:
     """Return whether a dtype is one of integers, signed or not.
 
