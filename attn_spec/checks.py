@@ -4,8 +4,7 @@ The rule, the values, the remedy. They run at construction where the values are 
 otherwise at trace time, before any work is done.
 """
 
-import difflib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from numbers import Integral, Real
 from typing import Any
 
@@ -145,10 +144,12 @@ def check_dtype(
         )
 
 
-def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+def check_choice(name: str, value: str, choices: Collection[str]) -> None:
     """Raise unless `value` is one of the choices."""
     if not isinstance(value, str) or value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}; got {value!r}")
+        known = ", ".join(map(repr, choices))
+        near = nearest(str(value), choices)
+        raise ValueError(f"{name} must be one of {known}; got {value!r}{near}")
 
 
 def check_keywords(function: str, given: Iterable[str], known: Iterable[str]) -> None:
@@ -162,7 +163,26 @@ def check_keywords(function: str, given: Iterable[str], known: Iterable[str]) ->
     known = list(known)
     for name in given:
         if name not in known:
-            near = difflib.get_close_matches(name, known, 1)
-            remedy = f"The nearest is {near[0]}" if near else "Leave it out"
+            near = _most_like(name, known)
+            remedy = f"The nearest is {near}" if near else "Leave it out"
             names = ", ".join(known)
             raise TypeError(f"{function} takes the keywords {names}; got {name}. {remedy}")
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """Return a note on the name that is most like a wrong one; empty if none is like it.
+
+    Example:
+        >>> nearest("foward", ["forward", "weights"])
+        ' (nearest: forward)'
+    """
+    near = _most_like(name, names)
+    return f" (nearest: {near})" if near else ""
+
+
+def _most_like(name: str, names: Iterable[str]) -> str:
+    # Only errors need it, and so it does not slow down the import.
+    import difflib
+
+    found = difflib.get_close_matches(name, list(names), n=1)
+    return found[0] if found else ""

@@ -98,7 +98,7 @@ def need_torch(command: str) -> None:
 
 def known_checks(names: list[str] | None) -> list[str] | None:
     """Return the requested checks; raise if one is unknown."""
-    from flax_attn.convert.problems import nearest
+    from attn_spec.checks import nearest
     from flax_attn.parity import CHECKS
 
     unknown = [name for name in names or () if name not in CHECKS]

@@ -141,8 +141,8 @@ def read(options: argparse.Namespace) -> Request:
 
 
 def _check_layout(text: str) -> None:
+    from attn_spec.checks import nearest
     from flax_attn.convert import LAYOUTS
-    from flax_attn.convert.problems import nearest
 
     names = ("auto", "none", *LAYOUTS)
     if ":" not in text and text not in names:

@@ -1,10 +1,10 @@
 """What does not fit between a layout and the entries of a state dict, a line for each."""
 
-import difflib
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from itertools import chain
 
+from attn_spec.checks import nearest
 from flax_attn.convert.rules import Entry, Layout, Shape
 
 Shapes = Mapping[str, Shape]
@@ -57,14 +57,3 @@ def _common_prefix(wanted: Shapes, theirs: Shapes) -> str:
         if all(prefix + name in theirs for name in wanted):
             return prefix
     return ""
-
-
-def nearest(name: str, names: Iterable[str]) -> str:
-    """Return a note on the name that is most like a wrong one; empty if none is like it.
-
-    Example:
-        >>> nearest("foward", ["forward", "weights"])
-        ' (nearest: forward)'
-    """
-    near = difflib.get_close_matches(name, list(names), n=1)
-    return f" (nearest: {near[0]})" if near else ""

@@ -13,6 +13,7 @@ from types import MappingProxyType
 import jax
 import numpy as np
 
+from attn_spec.checks import check_choice
 from flax_attn.parity.adapters.adapter import (
     AdapterError,
     NothingCompared,
@@ -44,7 +45,6 @@ from flax_attn.parity.precision import precision
 from flax_attn.parity.repeated_calls import twice
 from flax_attn.parity.running_statistics import running_statistics
 from flax_attn.parity.stress import STRESS_INPUTS, stress
-from flax_attn.parity.training import check_choice
 
 #: The checks of a comparison by name, in the order in which they run.
 CHECKS: dict[str, Callable[[Pair], Check]] = {

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from attn_spec.checks import check_choice
 from flax_attn import convert
 from flax_attn.convert.rules import Entry
 from flax_attn.parity import tolerance
@@ -19,7 +20,6 @@ from flax_attn.parity.cpu import on_cpu
 from flax_attn.parity.float32 import choose_float32
 from flax_attn.parity.inputs import Inputs, named_inputs
 from flax_attn.parity.pair import Pair
-from flax_attn.parity.training import check_choice
 from flax_attn.parity.weight_map import weight_map
 
 # Or "auto".

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from flax_attn.convert.problems import nearest
+from attn_spec.checks import check_choice
 from flax_attn.parity.adapters.adapter import Arrays, Mode
 
 if TYPE_CHECKING:
@@ -23,14 +23,6 @@ OPTIMIZERS = {"sgd": "SGD", "adam": "Adam", "adamw": "AdamW"}
 SCHEDULES = ("constant", "cosine", "linear")
 # torch.nn.utils.clip_grad_norm_ divides by the norm plus this.
 _TORCH_CLIP = 1e-6
-
-
-def check_choice(name: str, value: str, choices: Collection[str]) -> None:
-    """Raise a `ValueError` unless `value` is one of the choices."""
-    if value not in choices:
-        known = ", ".join(map(repr, choices))
-        near = nearest(str(value), choices)
-        raise ValueError(f"{name} must be one of {known}; got {value!r}{near}")
 
 
 @dataclass(frozen=True)
