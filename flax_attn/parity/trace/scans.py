@@ -19,10 +19,10 @@ Steps = dict[int, list[Node]]
 _ORDERS = ("from the first to the last", "from the last to the first")
 
 
-def turned_scan(alignment: Alignment) -> tuple[Hypothesis, Changed] | None:
+def turned_scan(alignment: Alignment) -> tuple[int, Hypothesis, Changed] | None:
     """Return the scan that makes all outputs agree if it runs in the other order, if one does.
 
-    With it come the values that change.
+    Returned are its place in the run of PyTorch, what is said of it, and the values that change.
     """
     if not alignment.wrong():
         return None
@@ -30,7 +30,7 @@ def turned_scan(alignment: Alignment) -> tuple[Hypothesis, Changed] | None:
     for steps in islice(scans, TRIED):
         changed = _turned(alignment, steps)
         if not alignment.wrong(changed):
-            return _explained(alignment, steps), changed
+            return *_explained(alignment, steps), changed
     return None
 
 
@@ -64,9 +64,11 @@ def _turned(alignment: Alignment, steps: Steps) -> Changed:
             replaced[node] = alignment.value(other)
     changed = alignment.rerun(replaced)
     # What the steps return lies in the order of the elements again.
-    for node in _stacked(alignment.flax, steps):
-        if node in changed:
-            replaced[node] = np.flip(changed[node], axis=0)
+    stacked = [node for node in _stacked(alignment.flax, steps) if node in changed]
+    if not stacked:
+        return changed
+    for node in stacked:
+        replaced[node] = np.flip(changed[node], axis=0)
     return alignment.rerun(replaced)
 
 
@@ -78,7 +80,7 @@ def _stacked(program: Program, steps: Steps) -> list[Node]:
     return [node for node in own if node.operation == "stack" and node.place == last[-1].place]
 
 
-def _explained(alignment: Alignment, steps: Steps) -> Hypothesis:
+def _explained(alignment: Alignment, steps: Steps) -> tuple[int, Hypothesis]:
     first = next(iter(steps))
     ours, theirs = _ORDERS if first == 0 else _ORDERS[::-1]
     taken = [node for nodes in steps.values() for node in nodes]
@@ -88,4 +90,5 @@ def _explained(alignment: Alignment, steps: Steps) -> Hypothesis:
         sides.append(Side(order, f"steps {order}", places(nodes), len(order)))
     # The elements are taken by the loop itself, or by a layer inside of it.
     module = min((node.module for node in found), key=len, default="")
-    return Hypothesis(module, "scan", "steps", *sides)
+    order = min((node.order for node in found), default=0)
+    return order, Hypothesis(module, "scan", "steps", *sides)

@@ -104,9 +104,10 @@ def _searched(alignment: Alignment) -> Search:
         values = {table.flax: table.value for table in tables}
         alignment = alignment.with_changed(alignment.rerun(values), list(values))
     turned = turned_scan(alignment)
-    if turned is not None and not tables:
-        hypothesis, changed = turned
-        return Search((hypothesis,), alignment.with_changed(changed), [])
+    if turned is not None:
+        order, hypothesis, changed = turned
+        found.append((order, [hypothesis]))
+        alignment = alignment.with_changed(changed)
     first = alignment
     kinds: set[tuple] = set()
     while len(kinds) < DIFFERENCES and len(found) < len(tables) + PLACES:
