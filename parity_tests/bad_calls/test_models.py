@@ -47,36 +47,28 @@ CALLS = {
 }
 
 
+BAD_IDS = {
+    "three axes": (
+        np.ones((2, 3, 4), np.int32),
+        r"got dtype int\d\d, shape \(2, 3, 4\)\. Reshape more batch axes into one",
+    ),
+    "halves": (
+        IDS / 2,
+        (
+            r"got dtype float64, shape \(2, 3\)\. Pass the ids that the tokenizer of the model"
+            r" returns"
+        ),
+    ),
+}
+
+
 @pytest.mark.parametrize("name", CALLS)
-def test_tokens_have_one_axis_or_two(name, assert_same_error):
+@pytest.mark.parametrize("bad", BAD_IDS)
+def test_tokens_are_integers_of_one_axis_or_two(name, bad, assert_same_error):
     argument, call = CALLS[name]
-    rule = (
-        rf"^{argument} must be integers \(t,\) or \(b, t\); got dtype int\d\d, shape \(2, 3, 4\)\."
-        r" Reshape more batch axes into one$"
-    )
-    ids = np.ones((2, 3, 4), np.int32)
-
-    def act(side):
-        array = side.array(ids)
-        call(side, array)
-
-    assert_same_error(act, rule)
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_tokens_are_integers(name, assert_same_error):
-    argument, call = CALLS[name]
-    rule = (
-        rf"^{argument} must be integers \(t,\) or \(b, t\); got dtype float64, shape \(2, 3\)\."
-        r" Pass the ids that the tokenizer of the model returns$"
-    )
-    halves = IDS / 2
-
-    def act(side):
-        array = side.array(halves)
-        call(side, array)
-
-    assert_same_error(act, rule)
+    ids, got = BAD_IDS[bad]
+    rule = rf"^{argument} must be integers \(t,\) or \(b, t\); {got}$"
+    assert_same_error(lambda side: call(side, side.array(ids)), rule)
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -95,6 +87,7 @@ def test_stop_tokens_are_of_the_vocabulary(model, bad, assert_same_error):
     )
 
     def act(side):
-        side.generate(model(side), [1], 2, stop_tokens=[10, bad])
+        built = model(side)
+        side.generate(built, [1], 2, stop_tokens=[10, bad])
 
     assert_same_error(act, rule)

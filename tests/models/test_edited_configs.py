@@ -187,25 +187,30 @@ def test_a_misspelt_field_is_refused(name, tmp_path):
             read(tmp_path)
 
 
-def test_a_misspelt_field_is_named_with_the_right_one(tmp_path):
+@pytest.fixture
+def llama(tmp_path):
+    """Return a folder with a Llama, and the fields of its config."""
     cls, config = MODELS["llama"]
     cls(config, rngs=nnx.Rngs(0)).save_pretrained(tmp_path)
     fields, _ = read_names(tmp_path)
+    return tmp_path, fields
+
+
+def test_a_misspelt_field_is_named_with_the_right_one(llama):
+    folder, fields = llama
     fields["rms_norm_epss"] = fields.pop("rms_norm_eps")
-    (tmp_path / "config.json").write_text(json.dumps(fields))
+    (folder / "config.json").write_text(json.dumps(fields))
     rule = (
         r"config\.json: rms_norm_epss=1e-0\d would be ignored, and the field rms_norm_eps is"
         r" missing\. Correct the name, or remove the field$"
     )
     with pytest.raises(ValueError, match=rule):
-        from_pretrained(tmp_path)
+        from_pretrained(folder)
 
 
-def test_what_transformers_ignores_is_ignored(tmp_path):
-    cls, config = MODELS["llama"]
-    cls(config, rngs=nnx.Rngs(0)).save_pretrained(tmp_path)
-    fields, _ = read_names(tmp_path)
-    right = from_pretrained(tmp_path).config
+def test_what_transformers_ignores_is_ignored(llama):
+    folder, fields = llama
+    right = from_pretrained(folder).config
     more = {"is_llama_config": True, "rope_interleaved": False, "_name_or_path": "x"}
-    (tmp_path / "config.json").write_text(json.dumps(fields | more))
-    assert from_pretrained(tmp_path).config == right
+    (folder / "config.json").write_text(json.dumps(fields | more))
+    assert from_pretrained(folder).config == right
