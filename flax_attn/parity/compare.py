@@ -313,4 +313,4 @@ def _notes(pair: Pair, names: Sequence[str] | None) -> list[str]:
         kind = getattr(adapter, "float32", Float32.AS_WRITTEN)
         if kind is not Float32.AS_WRITTEN:
             notes.append(FLOAT32[framework, kind])
-    return notes + note_on_variance(getattr(pair.flax, "module", None))
+    return notes + pair.notes + note_on_variance(getattr(pair.flax, "module", None))

@@ -8,6 +8,7 @@ Where PyTorch does not, float32 that the port names is a difference.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from itertools import product
 from typing import Any
 
@@ -41,6 +42,7 @@ def choose_float32(pair: Pair) -> None:
         return _outputs(pair, "torch", kind, found)
 
     chosen = PLAIN, _first_that_runs(theirs)
+    error = None
     for flax, torch in _readings(pair, ours, theirs):
         error = _error(ours(flax), theirs(torch))
         if error is not None:
@@ -49,6 +51,41 @@ def choose_float32(pair: Pair) -> None:
                 break
     _read(pair, "flax", chosen[0])
     _read(pair, "torch", chosen[1])
+    if error is None or error > tolerance.FORWARD:
+        _share_constants(pair)
+
+
+def _share_constants(pair: Pair) -> None:
+    """Give constants that either side holds in float32 the values that the other computes."""
+    # It runs both sides operation by operation, which pairs that agree do not need.
+    from flax_attn.parity.trace.held_constants import is_rounded, share_constants
+
+    flax: Any = pair.flax
+    torch: Any = pair.own_torch
+    if not any(map(is_rounded, [*flax.constants, *torch.constants])):
+        return
+    # Where PyTorch holds float32, the port may name it.
+    for kind in dict.fromkeys((flax.float32, Float32.NAMED)):
+        _read(pair, "flax", kind)
+        for inputs in _with_longer(pair):
+            # Other people's modules may fail in any way, and then say so where they are called.
+            with suppress(Exception):
+                pair.notes += share_constants(inputs)
+            if pair.notes:
+                pair.forget("flax")
+                pair.forget("torch")
+                return
+    _read(pair, "flax", flax.float32)
+
+
+def _with_longer(pair: Pair) -> Iterator[Pair]:
+    """Yield the pair with many tokens, which take more rows of a table, and as it is."""
+    from flax_attn.parity.stress import long_sequence
+
+    with suppress(NotRun):
+        longer = long_sequence(pair)
+        yield pair.with_inputs(longer.inputs, longer.extras)
+    yield pair
 
 
 def _first_that_runs(theirs: Outputs) -> Float32:

@@ -45,6 +45,7 @@ class Pair:
         extras: arguments of every call beside the inputs.
         redraw: whether all parameters are drawn, so that none keeps its initial 0 or 1.
         layout: layout that made the entries; one made by `convert.auto` prints as a table.
+        notes: what was done to make both comparable, a sentence each.
     """
 
     flax: Adapter
@@ -56,6 +57,7 @@ class Pair:
     extras: Mapping[str, np.ndarray] = field(default_factory=dict)
     redraw: bool = True
     layout: Layout | None = None
+    notes: list[str] = field(default_factory=list)
 
     def __post_init__(self):
         self._results: dict[tuple[str, str], Any] = {}

@@ -12,7 +12,7 @@ SYNONYMS = {
     **dict.fromkeys(("v", "vs", "wv", "values"), "value"),
     **dict.fromkeys(("o", "wo", "output"), "out"),
     **dict.fromkeys(("att", "attn", "attentions"), "attention"),
-    **dict.fromkeys(("ff", "ffn", "feedforward"), "mlp"),
+    **dict.fromkeys(("ff", "ffn", "ffw", "feedforward"), "mlp"),
     **dict.fromkeys(("ln", "layernorm", "rmsnorm", "groupnorm", "batchnorm", "bn"), "norm"),
     **dict.fromkeys(("emb", "embed", "embedding", "embeddings"), "embed"),
     **dict.fromkeys(("tok", "tokens"), "token"),
@@ -21,14 +21,19 @@ SYNONYMS = {
     **dict.fromkeys(("down", "downsample"), "down"),
 }
 # Names whose parts do not say what they mean.
-PHRASES = {
-    "wte": "token embed",
-    "wpe": "position embed",
-    "feed forward": "mlp",
-    "input layernorm": "norm 1",
-    "post attention layernorm": "norm 2",
-    "input norm": "norm 1",
+PHRASES = {"wte": "token embed", "wpe": "position embed", "feed forward": "mlp"}
+# The norms of a block, by what they stand before or after, in synonyms; longer ones come first. Of
+# four norms the one after attention is the second.
+NORMS = {
     "post attention norm": "norm 2",
+    "pre attention norm": "norm 1",
+    "attention norm": "norm 1",
+    "norm attention": "norm 1",
+    "input norm": "norm 1",
+    "norm before": "norm 1",
+    "norm after": "norm 2",
+    "mlp norm": "norm 2",
+    "norm mlp": "norm 2",
 }
 # What a name is decorated with.
 FILLERS = {
@@ -123,11 +128,17 @@ def _tokens(name: str) -> list[str]:
     words = re.findall(r"[a-z]+|\d+", split.lower())
     plain = " ".join(words)
     plain = plain.replace("layer norm", "layernorm").replace("rms norm", "rmsnorm")
-    for phrase, meaning in PHRASES.items():
-        plain = re.sub(rf"\b{phrase}\b", meaning, plain)
-    tokens = plain.split()
-    kept = [SYNONYMS.get(token, token) for token in tokens if token not in FILLERS]
+    plain = _with_meanings(plain, PHRASES)
+    synonyms = " ".join(SYNONYMS.get(token, token) for token in plain.split())
+    tokens = _with_meanings(synonyms, NORMS).split()
+    kept = [token for token in tokens if token not in FILLERS]
     # A projection with no other name, as `c_proj`, is that of the output.
     if not kept and {"proj", "projection"}.intersection(tokens):
         return ["out"]
     return kept
+
+
+def _with_meanings(words: str, phrases: dict[str, str]) -> str:
+    for phrase, meaning in phrases.items():
+        words = re.sub(rf"\b{phrase}\b", meaning, words)
+    return words

@@ -30,6 +30,7 @@ from flax_attn.parity.adapters.jax_arrays import (
     cast,
     cast_tree,
     floating,
+    is_floating_in_jax,
     round_stochastically,
 )
 from flax_attn.parity.adapters.jax_float32 import named_float32_as_float64
@@ -161,6 +162,27 @@ class JaxAdapter(ModuleAdapter):
         """Return the module with its parameters, in a dtype."""
         params = self.arrays(self._params, dtype)
         return self._build(params, self._state(mode, dtype), mode)
+
+    @property
+    def constants(self) -> list[np.ndarray]:
+        """What the module holds beside parameters and running statistics."""
+        leaves = jax.tree.leaves(self._modes["eval"].rest)
+        return [np.asarray(leaf) for leaf in leaves if is_floating_in_jax(leaf)]
+
+    def set_constant(self, before: np.ndarray, after: np.ndarray) -> str:
+        """Give all constants with some values other ones; return the name of one, or ""."""
+        names = []
+
+        def replaced(path: Any, leaf: Any) -> Any:
+            if not is_floating_in_jax(leaf) or not np.array_equal(np.asarray(leaf), before):
+                return leaf
+            names.append(jax.tree_util.keystr(path, simple=True, separator="."))
+            return jax.device_put(after)
+
+        for mode, parts in self._modes.items():
+            rest = jax.tree_util.tree_map_with_path(replaced, parts.rest)
+            self._modes[mode] = parts._replace(rest=rest)
+        return names[0].removesuffix(".value") if names else ""
 
     @property
     def tensors(self) -> dict[str, Any]:

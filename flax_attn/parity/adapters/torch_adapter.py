@@ -105,6 +105,26 @@ class TorchAdapter(ModuleAdapter):
                 array = np.asarray(weights[name], order="C")
                 tensor.copy_(torch.from_numpy(array))
 
+    @property
+    def constants(self) -> list[np.ndarray]:
+        """What the module holds beside parameters and running statistics."""
+        return [tensor.numpy(force=True) for _, tensor in self._constants()]
+
+    def set_constant(self, before: np.ndarray, after: np.ndarray) -> str:
+        """Give all constants with some values other ones; return the name of one, or ""."""
+        names = []
+        for name, tensor in self._constants():
+            if np.array_equal(tensor.numpy(force=True), before):
+                tensor.copy_(torch.tensor(after))
+                names.append(name)
+        return names[0] if names else ""
+
+    def _constants(self) -> Iterator[tuple[str, torch.Tensor]]:
+        if isinstance(self.module, torch.nn.Module):
+            for name, buffer in self.module.named_buffers():
+                if name not in self.shapes and buffer.is_floating_point():
+                    yield name, buffer
+
     def arrays(self, arrays: Mapping[str, np.ndarray], dtype: str = "float64") -> Tensors:
         """Return inputs as tensors, floating ones cast."""
         return as_tensors(arrays, dtype)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch._decomp import get_decompositions
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
 
 from flax_attn.parity.trace import torch_formulas, torch_names
 from flax_attn.parity.trace.program import Node, Place, Program, place_of
@@ -102,6 +103,7 @@ class _Recorder(TorchDispatchMode):
         for i, tensor in enumerate(tensors):
             index = {"result": i} if len(tensors) > 1 else {}
             node = Node(name, operands, as_numpy(tensor), parameters | index, self._place)
+            node.compute = _repeated(func, args, kwargs, given, i)
             self._added(tensor, node, written=_writes(func))
         return found
 
@@ -145,6 +147,24 @@ class _Recorder(TorchDispatchMode):
             return None
         module = self._modules_of_lines.get((place.file, place.line), "")
         return replace(place, module=module)
+
+
+def _repeated(
+    func: Any, args: tuple, kwargs: dict, given: list[Any], result: int
+) -> Callable[[Sequence[np.ndarray]], np.ndarray]:
+    """Return a function that computes one of the tensors of an operation from other operands."""
+
+    def compute(operands: Sequence[np.ndarray]) -> np.ndarray:
+        instead = {}
+        for value, operand in zip(given, operands, strict=True):
+            if isinstance(value, torch.Tensor):
+                instead[id(value)] = torch.as_tensor(operand.copy(), dtype=value.dtype)
+        arguments = tree_map(lambda leaf: instead.get(id(leaf), leaf), (args, kwargs))
+        found = func(*arguments[0], **arguments[1])
+        results = found if isinstance(found, tuple | list) else [found]
+        return as_numpy(list(_tensors(results))[result])
+
+    return compute
 
 
 def _frames() -> Iterator[tuple[str, int]]:

@@ -1,0 +1,141 @@
+"""Constants in float32, such as rotary frequencies, whose rounding no port can repeat."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from flax import nnx
+from torch import nn
+
+from flax_attn.parity import compare
+from flax_attn.parity.trace.held_constants import is_rounded
+
+WIDTH = 8
+INPUTS = [(2, 5, WIDTH)]
+BASE = 10000.0
+
+
+class TorchRotary(nn.Module):
+    """Rotary positions as models hold them: their frequencies are a buffer in float32."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        exponents = torch.arange(0, WIDTH, 2, dtype=torch.float32) / WIDTH
+        self.register_buffer("inv_freq", 1 / BASE**exponents, persistent=False)
+
+    def forward(self, x):
+        x = self.linear(x)
+        angles = torch.outer(torch.arange(x.shape[1]).type_as(self.inv_freq), self.inv_freq)
+        angles = torch.cat([angles, angles], dim=-1)
+        first, second = x.chunk(2, dim=-1)
+        return x * angles.cos() + torch.cat([-second, first], dim=-1) * angles.sin()
+
+
+def frequencies(numpy, base=BASE):
+    return 1 / base ** (numpy.arange(0.0, WIDTH, 2) / WIDTH)
+
+
+class Rotary(nnx.Module):
+    """It computes the tables where it is called, in the dtype of JAX."""
+
+    def __init__(self, base=BASE):
+        self.linear = nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0))
+        self.base = base
+
+    def __call__(self, x):
+        first, second = jnp.split(self.linear(x), 2, axis=-1)
+        cos, sin = (table[None] for table in self.tables(x.shape[1]))
+        return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+    def tables(self, length):
+        angles = jnp.outer(jnp.arange(1.0 * length), frequencies(jnp, self.base))
+        return jnp.cos(angles), jnp.sin(angles)
+
+
+class TablesOfNumPy(Rotary):
+    """It names float32, and holds no frequencies: PyTorch's are found from the tables."""
+
+    def tables(self, length):
+        angles = np.outer(np.arange(length), frequencies(np, self.base))
+        return jnp.asarray(np.cos(angles), jnp.float32), jnp.asarray(np.sin(angles), jnp.float32)
+
+
+class HeldTables(Rotary):
+    """It holds tables of more positions than a call takes, each number rounded by itself."""
+
+    def __init__(self, base=BASE):
+        super().__init__(base)
+        cos, sin = Rotary.tables(self, 256)
+        self.cos = nnx.Variable(cos.astype(jnp.float32))
+        self.sin = nnx.Variable(sin.astype(jnp.float32))
+
+    def tables(self, length):
+        return self.cos[...][:length], self.sin[...][:length]
+
+
+PORTS = [Rotary, TablesOfNumPy, HeldTables]
+CHECKS = ["forward", "gradients", "other shapes", "long sequence"]
+
+
+@pytest.mark.parametrize("port", PORTS)
+def test_frequencies_in_float32_are_no_difference(port):
+    report = compare(port(), TorchRotary().eval(), INPUTS, checks=CHECKS)
+    assert report.passed, str(report)
+    notes = [note for note in report.notes if "in float32: in float64 it has the values" in note]
+    assert notes
+
+
+def test_the_note_names_the_constant():
+    report = compare(Rotary(), TorchRotary().eval(), INPUTS, checks=["forward"])
+    (note,) = report.notes
+    assert note.startswith(
+        "PyTorch holds inv_freq in float32: in float64 it has the values that JAX computes, at most"
+    )
+    assert note.endswith("roundings of float32 away")
+
+
+@pytest.mark.parametrize("port", PORTS)
+def test_another_base_is_a_difference(port):
+    # No frequency but the first is the same.
+    report = compare(port(BASE * 1.001), TorchRotary().eval(), INPUTS, checks=CHECKS)
+    assert report.state == "different"
+
+
+def test_the_constants_of_the_module_that_was_passed_stay():
+    module = TorchRotary().eval()
+    before = module.inv_freq.clone()
+    compare(Rotary(), module, INPUTS, checks=["forward"])
+    assert module.inv_freq.dtype == torch.float32
+    assert torch.equal(module.inv_freq, before)
+
+
+def test_a_fault_beside_rounded_frequencies_is_the_only_difference():
+    class Doubled(Rotary):
+        def __call__(self, x):
+            return 2 * super().__call__(x)
+
+    report = compare(Doubled(), TorchRotary().eval(), INPUTS, checks=["forward"])
+    (cause,) = report.causes
+    assert cause == "the whole module: flax multiplies by 2, torch by 1"
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.float32([0, 1, 2, -3]),
+        np.float32([0.5, 0.25]),
+        np.float32([-1e9, 0]),
+        # One number is a setting, and is compared as it is written.
+        np.float32([1 / 3]),
+        np.float64([1 / 3, 2 / 3]),
+    ],
+)
+def test_short_numbers_and_those_of_float64_are_not_rounded(array):
+    assert not is_rounded(array)
+
+
+def test_tables_of_float32_are_rounded_in_each_dtype():
+    table = np.float32([1, 1 / 3])
+    assert is_rounded(table)
+    assert is_rounded(table.astype(np.float64))
