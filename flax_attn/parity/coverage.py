@@ -50,6 +50,7 @@ def coverage_of(pair: Pair, checks: Sequence[Check]) -> Coverage:
 
 
 def _untested(pair: Pair, checks: Sequence[Check]) -> Iterator[str]:
+    yield from pair.untested
     for check in checks:
         yield from check.untested
     yield from _found(pair, checks)

@@ -46,6 +46,7 @@ class Pair:
         redraw: whether all parameters are drawn, so that none keeps its initial 0 or 1.
         layout: layout that made the entries; one made by `convert.auto` prints as a table.
         notes: what was done to make both comparable, a sentence each.
+        untested: what of the pairs is not certain, a sentence each.
     """
 
     flax: Adapter
@@ -58,6 +59,7 @@ class Pair:
     redraw: bool = True
     layout: Layout | None = None
     notes: list[str] = field(default_factory=list)
+    untested: list[str] = field(default_factory=list)
 
     def __post_init__(self):
         self._results: dict[tuple[str, str], Any] = {}

@@ -10,6 +10,7 @@ import numpy as np
 
 from attn_spec.checks import check_choice
 from flax_attn import convert
+from flax_attn.convert.match.auto import possible_pairings
 from flax_attn.convert.rules import Entry
 from flax_attn.parity import tolerance
 from flax_attn.parity.adapters.adapter import Adapter, PairingError
@@ -20,6 +21,7 @@ from flax_attn.parity.cpu import on_cpu
 from flax_attn.parity.float32 import choose_float32
 from flax_attn.parity.inputs import Inputs, named_inputs
 from flax_attn.parity.pair import Pair
+from flax_attn.parity.pair_by_outputs import pair_by_outputs
 from flax_attn.parity.weight_map import weight_map
 
 # Or "auto".
@@ -59,18 +61,19 @@ def pair_modules(
             torch = torch_module
         else:
             torch = _torch_adapter(torch_module, *calls["torch"], positional)
-        layout = _layout(layout, flax_module, torch_module) if flax.shapes or torch.shapes else None
-        if layout is not None:
-            entries = weight_map(flax_module, flax.shapes, torch.shapes, layout, flax.statistics)
-            # What PyTorch does not train is not trained in JAX either.
-            flax.entries = _trained(entries, getattr(torch, "frozen", set()))
+        has_weights = flax.shapes or torch.shapes
+        layouts = _layouts(layout, flax_module, torch_module) if has_weights else [None]
+        entries = [_entries(flax, torch, possible) for possible in layouts]
+        flax.entries = entries[0]
         extras = options.get("extras", {})
         options["extras"] = {key: np.asarray(value) for key, value in extras.items()}
         # A recording cannot be given other parameters.
         options["redraw"] = options.get("redraw", True) and not recorded
         torch = RecordingAdapter(torch) if record else torch
-        pair = Pair(flax, torch, values, flax.entries, layout=layout, **options)
+        pair = Pair(flax, torch, values, flax.entries, layout=layouts[0], **options)
         _check_extras(pair)
+        if len(layouts) > 1:
+            pair_by_outputs(pair, list(zip(layouts, entries, strict=True)))
         choose_float32(pair)
         _refuse_train_mode(torch_module, pair)
     return pair
@@ -83,26 +86,35 @@ def _are_positional(inputs: Inputs) -> bool:
     return all(name.startswith("input ") for name in inputs)
 
 
-def _trained(entries: list[Entry], frozen: set[str]) -> list[Entry]:
-    """Return entries with those that PyTorch does not train marked."""
+def _entries(flax: JaxAdapter, torch: Any, layout: convert.Layout | None) -> list[Entry]:
+    """Return which parameter is which; what PyTorch does not train is not trained in JAX either."""
+    if layout is None:
+        return []
+    frozen = getattr(torch, "frozen", set())
     found = []
-    for entry in entries:
+    for entry in weight_map(flax.module, flax.shapes, torch.shapes, layout, flax.statistics):
         trainable = entry.trainable and entry.theirs not in frozen
         found.append(replace(entry, trainable=trainable))
     return found
 
 
-def _layout(layout: Layout, flax_module: Any, torch_module: Any) -> convert.Layout | None:
+def _layouts(
+    layout: Layout, flax_module: Any, torch_module: Any
+) -> list[convert.Layout] | list[None]:
+    """Return the layout between two modules, or all that are possible if names leave several."""
     if isinstance(layout, str):
         check_choice("layout", layout, ("auto", *convert.LAYOUTS))
     if layout != "auto":
-        return None if layout is None else convert.as_layout(layout)
+        return [None] if layout is None else [convert.as_layout(layout)]
     # It has the layout that it was recorded with, as there may be no torch.
     if isinstance(torch_module, Recording):
-        return torch_module.layout
+        return [torch_module.layout]
     try:
-        return convert.auto(flax_module, torch_module)
+        return [convert.auto(flax_module, torch_module)]
     except convert.ConversionError as error:
+        possible = possible_pairings(flax_module, torch_module)
+        if possible:
+            return [*possible]
         raise PairingError(
             f"{error}\nPair these yourself, and the rest as before:"
             " layout=convert.auto(flax_module, torch_module, rules=[Rule(...)]), or --rules"

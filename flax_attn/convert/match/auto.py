@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from flax import nnx
 
 from flax_attn.convert.api import axes_of
+from flax_attn.convert.match.all_matchings import all_matchings
 from flax_attn.convert.match.jax_tree import jax_tree
 from flax_attn.convert.match.kinds import RECURRENT
 from flax_attn.convert.match.matcher import Matching, main_part, match
@@ -136,20 +137,50 @@ def _match(
     flax_module: Any, torch_module: Any, ours: Collection[str], theirs: Collection[str]
 ) -> Matching:
     """Return the complete matching of all tensors but these."""
+    trees = list(_trees(flax_module, torch_module, ours, theirs))
+    for left, right in trees:
+        found = match(left, right)
+        if found.complete:
+            return found
+    _, pointwise, *_ = trees
+    found = match(*pointwise, main_part)
+    names = [type(module).__name__ for module in (flax_module, torch_module)]
+    heading = f"the parameters of {names[0]} and {names[1]} do not pair:"
+    raise ConversionError(message(heading, problems_of(found), found))
+
+
+def _trees(
+    flax_module: Any, torch_module: Any, ours: Collection[str], theirs: Collection[str]
+) -> Iterator[tuple[Group, Group]]:
+    """Yield both modules in each way to read their layers."""
     left = jax_tree(flax_module, ours)
     split = torch_tree(torch_module, theirs)
     # Where query, key and value are one projection on both sides, it is one layer.
     fused = torch_tree(torch_module, theirs, split=False)
     for right in (split, fused):
-        found = match(left, right)
-        if not found.complete:
-            found = match(pointwise_as_linear(left), pointwise_as_linear(right))
-        if found.complete:
-            return found
-    found = match(pointwise_as_linear(left), pointwise_as_linear(split), main_part)
-    names = [type(module).__name__ for module in (flax_module, torch_module)]
-    heading = f"the parameters of {names[0]} and {names[1]} do not pair:"
-    raise ConversionError(message(heading, problems_of(found), found))
+        yield left, right
+        yield pointwise_as_linear(left), pointwise_as_linear(right)
+
+
+def possible_pairings(flax_module: Any, torch_module: Any) -> list[Pairing]:
+    """Return every pairing that names, kinds and shapes allow, that in order of definition first.
+
+    Repeated layers are paired alike. It is none where something has no partner, where query, key
+    and value cannot be told apart, and where there are more pairings than are tried.
+
+    Args:
+        flax_module: as for `auto`.
+        torch_module: as for `auto`.
+    """
+    _check_torch_module(torch_module)
+    known = _packed(flax_module, torch_module, (), ())
+    trees = _trees(flax_module, torch_module, *_names(known))
+    for left, right in trees:
+        found = all_matchings(left, right)
+        if found:
+            names = state_names(torch_module)
+            return [_pairing([*known, *_rows(matching)], names) for matching in found]
+    return []
 
 
 def _by_rules(rules: Sequence[Rule], flax_module: Any, torch_module: Any) -> list[PairedTensor]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Literal
@@ -12,11 +13,13 @@ from flax_attn.convert.match.names import ATTENTION_INPUTS, Key, distinguishing,
 from flax_attn.convert.match.tree import Group, Layer, layers_of
 
 Item = Layer | Group
-Evidence = Literal["shape", "name", "number", "order"]
+Evidence = Literal["shape", "name", "number", "order", "outputs"]
 Keys = Sequence[Hashable]
 Settled = tuple[Item, Item, Evidence]
 Signature = Callable[[Layer], Hashable]
 Way = Callable[[list[Item], list[Item]], list[Settled] | None]
+# Which of their items is the partner of each of ours, by what ours are called in all layers.
+Orders = Mapping[tuple[str, ...], Sequence[int]]
 
 
 def exact(layer: Layer) -> Hashable:
@@ -39,6 +42,7 @@ class Matching:
         conflicts: layers in the same place with contradictory names or kinds.
         ours: our layers without a partner.
         theirs: their layers without a partner.
+        orders: choices for items that names do not tell apart.
     """
 
     pairs: list[tuple[Layer, Layer, Evidence]] = field(default_factory=list)
@@ -46,6 +50,7 @@ class Matching:
     conflicts: list[tuple[Layer, Layer]] = field(default_factory=list)
     ours: list[Layer] = field(default_factory=list)
     theirs: list[Layer] = field(default_factory=list)
+    orders: Orders = field(default_factory=dict)
 
     @property
     def complete(self) -> bool:
@@ -53,15 +58,28 @@ class Matching:
         return not (self.ambiguous or self.conflicts or self.ours or self.theirs)
 
 
-def match(ours: Group, theirs: Group, signature: Signature = exact) -> Matching:
+def match(
+    ours: Group, theirs: Group, signature: Signature = exact, orders: Orders | None = None
+) -> Matching:
     """Return the layers of two trees that belong together.
 
     Children with the same layers inside belong together; where several have, their names decide,
     then their numbers, then their order. A module with no counterpart is replaced by its children.
     """
-    found = Matching()
+    found = Matching(orders=orders or {})
     _match(ours, theirs, signature, found)
     return found
+
+
+def names_in_all_layers(items: Sequence[Item]) -> tuple[str, ...]:
+    """Return the names of items without the numbers of the layers that they are in.
+
+    Example:
+        >>> from flax_attn.convert.match.tree import Group
+        >>> names_in_all_layers([Group(("layers", "3", "norm_a"), [])])
+        ('layers.#.norm_a',)
+    """
+    return tuple(re.sub(r"\d+", "#", ".".join(item.path)) for item in items)
 
 
 def _match(ours: Group, theirs: Group, signature: Signature, found: Matching) -> None:
@@ -180,6 +198,9 @@ class _Level:
             settled = way(left, right)
             if settled is not None:
                 return settled
+        order = found.orders.get(names_in_all_layers(left))
+        if order is not None:
+            return [(item, right[at], "outputs") for item, at in zip(left, order, strict=True)]
         found.ambiguous.append((left, right))
         return []
 

@@ -1,0 +1,64 @@
+"""Which of several pairings of parameters makes two modules equal, where names do not tell."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from flax_attn import convert
+from flax_attn.convert.match.pairing import Pairing
+from flax_attn.convert.rules import Entry
+from flax_attn.parity import tolerance
+from flax_attn.parity.adapters.adapter import AdapterError, NotRun
+from flax_attn.parity.pair import Pair
+
+Candidate = tuple[convert.Layout | None, Sequence[Entry]]
+
+
+def pair_by_outputs(pair: Pair, candidates: Sequence[Candidate]) -> None:
+    """Give a pair the pairing with which the outputs agree best, and say that names did not tell.
+
+    With random weights that of a right port agrees, and no other one does. Where none agrees, the
+    two differ however they are paired, and the first pairing is taken.
+    """
+    errors = [_error(pair, *candidate) for candidate in candidates]
+    best = int(np.argmin(errors))
+    agrees = errors[best] <= tolerance.MOST_FORWARD
+    layout, entries = candidates[best if agrees else 0]
+    _take(pair, layout, entries)
+    found = (
+        "with this one the outputs agree" if agrees else "the outputs agree with none, this is one"
+    )
+    pair.untested.append(
+        f"{_pairs(layout)}: names allow {len(candidates)} pairings, and {found}. Name them alike,"
+        " or pair them by rules"
+    )
+
+
+def _take(pair: Pair, layout: convert.Layout | None, entries: Sequence[Entry]) -> None:
+    flax: Any = pair.flax
+    pair.layout, pair.entries = layout, entries
+    flax.entries = list(entries)
+    flax.load(pair.weights)
+    pair.forget("flax")
+
+
+def _error(pair: Pair, layout: convert.Layout | None, entries: Sequence[Entry]) -> float:
+    """Return the largest error of an output with this pairing; infinite where a call raises."""
+    _take(pair, layout, entries)
+    try:
+        ours = pair.run("flax", pair.run_spec("paired")).outputs
+        errors = tolerance.relative(ours, pair.plain.outputs)
+    # What it raises is told where the module is called.
+    except (AdapterError, NotRun, ValueError):
+        return np.inf
+    return max(errors.values(), default=np.inf)
+
+
+def _pairs(layout: convert.Layout | None) -> str:
+    """Return the pairs that names do not settle, without those of further layers."""
+    rows = layout.rows if isinstance(layout, Pairing) else ()
+    pairs = [f"{row.ours[0]} and {row.theirs}" for row in rows if row.evidence == "outputs"]
+    return ", ".join(pairs[:4])
