@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -100,7 +100,7 @@ def _entries(flax: JaxAdapter, torch: Any, layout: convert.Layout | None) -> lis
 
 def _layouts(
     layout: Layout, flax_module: Any, torch_module: Any
-) -> list[convert.Layout] | list[None]:
+) -> Sequence[convert.Layout | None]:
     """Return the layout between two modules, or all that are possible if names leave several."""
     if isinstance(layout, str):
         check_choice("layout", layout, ("auto", *convert.LAYOUTS))
@@ -114,7 +114,7 @@ def _layouts(
     except convert.ConversionError as error:
         possible = possible_pairings(flax_module, torch_module)
         if possible:
-            return [*possible]
+            return possible
         raise PairingError(
             f"{error}\nPair these yourself, and the rest as before:"
             " layout=convert.auto(flax_module, torch_module, rules=[Rule(...)]), or --rules"

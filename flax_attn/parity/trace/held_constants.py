@@ -8,7 +8,7 @@ they get the values with which both are the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import islice
 from typing import Any, Literal
@@ -56,10 +56,10 @@ def _shared(
 ) -> list[str]:
     other = NAMES["torch" if framework == "flax" else "flax"]
     notes = []
-    for held in side.held:
-        values = side.values_from(held, tables)
-        name = "" if values is None else set_constant(held.value, values)
-        if values is None or not name:
+    for held, values in side.values_from(tables).items():
+        name = set_constant(held.value, values)
+        # Another constant with the same values was set together with the first.
+        if not name:
             continue
         apart = np.max(tolerance.REORDERED * np.abs(values - held.value) / _allowed(held.value))
         notes.append(
@@ -117,19 +117,23 @@ class _Side:
         """The values of all constants, held or computed."""
         return [node.value for node in self.fixed]
 
-    def values_from(self, held: Node, tables: Sequence[np.ndarray]) -> np.ndarray | None:
-        """Return the values of a constant with which the other side has all that is made of it.
+    def values_from(self, tables: Sequence[np.ndarray]) -> dict[Node, np.ndarray]:
+        """Return the values of held constants with which the other side has what is made of them.
 
         Args:
-            held: the constant.
             tables: constants of the other side.
         """
-        values = _nearest(held.value, tables)
-        if values is None:
-            values = self._by_parts(held, tables)
-        if values is None and held.value.size <= UNKNOWN:
-            values = self._by_results(held, tables)
-        return values
+        found = {}
+        left = []
+        for held in self.held:
+            values = _nearest(held.value, tables)
+            if values is None:
+                values = self._by_parts(held, tables)
+            if values is not None:
+                found[held] = values
+            elif held.value.size <= UNKNOWN:
+                left.append(held)
+        return found | self._by_results(found, left, tables)
 
     def _made_of(self, held: Node) -> list[Node]:
         downstream = set(self.program.downstream([held]))
@@ -152,41 +156,100 @@ class _Side:
                 found = True
         return values if found else None
 
-    def _by_results(self, held: Node, tables: Sequence[np.ndarray]) -> np.ndarray | None:
-        """Return the constant of which the module computes what the other side has.
+    def _by_results(
+        self, known: Mapping[Node, np.ndarray], left: Sequence[Node], tables: Sequence[np.ndarray]
+    ) -> dict[Node, np.ndarray]:
+        """Return the constants of which the module computes what the other side has.
 
-        What is computed of it is linear in moves as small as roundings.
+        What is computed of them is linear in moves as small as roundings.
+
+        Args:
+            known: values of other constants.
+            left: the constants.
+            tables: constants of the other side.
         """
+        start = {held: held.value.astype(np.float64) for held in left}
+        made = {node for held in left for node in self._made_of(held)}
+        before = self._computed({**known, **start}, made)
         wanted = {}
-        for node in self._made_of(held):
-            nearest = _nearest(node.value, tables)
-            if nearest is not None:
-                wanted[node] = nearest
+        for node, value in before.items():
+            numbers = _numbers_in(value, tables)
+            if numbers is not None:
+                wanted[node] = numbers
         if not wanted:
-            return None
-        before = _joined(node.value for node in wanted)
+            return {}
+
+        def gap(values: Mapping[Node, np.ndarray]) -> np.ndarray:
+            """Return by how much what is made of the constants misses the other side's numbers."""
+            after = self._computed({**known, **values}, wanted)
+            missing = [right - after[node].flat[at] for node, (at, right) in wanted.items()]
+            return np.concatenate(missing)
+
+        missing = gap(start)
         columns = []
-        steps = SINGLE * np.abs(held.value)
-        for at in np.ndindex(held.value.shape):
-            moved = held.value.astype(np.float64)
-            moved[at] += steps[at] or SINGLE
-            found = self.program.rerun({held: moved}, {}, until=[*wanted][-1])
-            after = _joined(found.get(node, node.value) for node in wanted)
-            columns.append((after - before) / (moved[at] - held.value[at]))
-        gap = _joined(wanted.values()) - before
-        move, *_ = np.linalg.lstsq(np.stack(columns, axis=1), gap)
-        values = held.value + move.reshape(held.value.shape)
-        if (np.abs(values - held.value) > _allowed(held.value)).any():
-            return None
-        found = self.program.rerun({held: values}, {}, until=[*wanted][-1])
-        results = {str(node.order): found.get(node, node.value) for node in wanted}
-        targets = {str(node.order): value for node, value in wanted.items()}
-        errors = tolerance.relative(results, targets)
-        return values if tolerance.within(errors, tolerance.FORWARD) else None
+        for held, at in _elements(left):
+            moved = start[held].copy()
+            step = SINGLE * (abs(moved[at]) or 1.0)
+            moved[at] += step
+            columns.append((missing - gap({**start, held: moved})) / step)
+        moves, *_ = np.linalg.lstsq(np.stack(columns, axis=1), missing)
+        values = {held: value.copy() for held, value in start.items()}
+        for (held, at), move in zip(_elements(left), moves, strict=True):
+            values[held][at] += move
+        if any((np.abs(values[held] - start[held]) > _allowed(start[held])).any() for held in left):
+            return {}
+        sizes = np.concatenate([np.abs(right) for _, right in wanted.values()])
+        if np.abs(gap(values)).max() > tolerance.FORWARD * sizes.max():
+            return {}
+        return {held: value for held, value in values.items() if (value != start[held]).any()}
+
+    def _computed(
+        self, held: Mapping[Node, np.ndarray], wanted: Collection[Node]
+    ) -> dict[Node, np.ndarray]:
+        """Return the values of some nodes with these values of constants."""
+        last = max(wanted, key=lambda node: node.order, default=None)
+        found = self.program.rerun(held, {}, until=last)
+        return {node: found.get(node, node.value) for node in wanted}
 
 
-def _joined(arrays: Iterable[np.ndarray]) -> np.ndarray:
-    return np.concatenate([array.reshape(-1) for array in arrays])
+def _elements(nodes: Sequence[Node]) -> Iterator[tuple[Node, tuple[int, ...]]]:
+    """Yield each number of some nodes, with its index."""
+    for node in nodes:
+        for at in np.ndindex(node.value.shape):
+            yield node, at
+
+
+def _numbers_in(
+    values: np.ndarray, tables: Sequence[np.ndarray]
+) -> tuple[np.ndarray, np.ndarray] | None:
+    """Return the indices of values that a table has, and its numbers there.
+
+    Either all values are in a table, or a table of several fractions is in the values, as where a
+    scan computes the decay of a few steps only.
+    """
+    nearest = _nearest(values, tables)
+    if nearest is not None:
+        return np.arange(values.size), nearest.reshape(-1)
+    order = np.argsort(values, axis=None)
+    sorted_values = values.flat[order]
+    best = None
+    for table in tables:
+        numbers = np.unique(table)
+        fractions = numbers[numbers != np.round(numbers)]
+        if len(fractions) < 2 or (best is not None and len(fractions) <= len(best[1])):
+            continue
+        at = _places(fractions, sorted_values)
+        apart = np.abs(sorted_values[at] - fractions)
+        if (apart <= _allowed(fractions)).all():
+            best = order[at], fractions
+    return best
+
+
+def _places(values: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+    """Return which of some sorted numbers is nearest to each value."""
+    right = np.searchsorted(numbers, values).clip(1, len(numbers) - 1)
+    is_below = values - numbers[right - 1] < numbers[right] - values
+    return np.where(is_below, right - 1, right)
 
 
 def _nearest(values: np.ndarray, tables: Sequence[np.ndarray]) -> np.ndarray | None:
@@ -220,9 +283,7 @@ def _in_layout(values: np.ndarray, table: np.ndarray) -> Iterator[np.ndarray]:
 def _one_by_one(values: np.ndarray, table: np.ndarray) -> Iterator[np.ndarray]:
     """Yield the number of a table that is nearest to each value."""
     numbers = np.unique(table)
-    right = np.searchsorted(numbers, values).clip(1, len(numbers) - 1)
-    below, above = numbers[right - 1], numbers[right]
-    yield np.where(values - below < above - values, below, above)
+    yield numbers[_places(values, numbers)]
 
 
 def _allowed(values: np.ndarray) -> np.ndarray:
