@@ -1,6 +1,7 @@
 """What cannot be compared says why, and what to pass instead."""
 
 import operator
+import os
 import re
 import sys
 
@@ -231,6 +232,31 @@ def test_one_side_that_ends_the_process():
     for side in ("flax_call", "torch_call"):
         with say(r"^test_bad_input.py:\d+ ended the process \(SystemExit 0\)"):
             compare(linear(), torch_linear(), X, layout="torch", **{side: exits})
+
+
+def test_one_side_that_ends_the_process_at_once(monkeypatch):
+    monkeypatch.setattr(os, "_exit", lambda status: pytest.fail(f"os._exit({status})"))
+
+    def exits(module, x):
+        os._exit(0)
+
+    for side in ("flax_call", "torch_call"):
+        with say(r"^test_bad_input.py:\d+ ended the process \(os\._exit\(0\)\).* remove os\._exit"):
+            compare(linear(), torch_linear(), X, layout="torch", **{side: exits})
+
+
+# Warned of by JAX, and by Python from 3.12 on.
+@pytest.mark.filterwarnings("ignore:.*fork")
+def test_a_side_that_forks_ends_its_children():
+    def forks(module, x):
+        child = os.fork()
+        if not child:
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        return module(x)
+
+    sides = linear(), torch_linear(), X
+    assert compare(*sides, layout="torch", torch_call=forks, checks=["forward"]).passed
 
 
 def branches(x):
