@@ -23,7 +23,7 @@ from flax import nnx
 from flax.typing import Dtype
 from jaxtyping import Array
 
-from attn_spec.checks import check_dtype
+from attn_spec.checks import check_dtype, refuse_dtype
 from flax_attn.modules.random_numbers import (
     beside,
     can_draw,
@@ -126,10 +126,7 @@ def check_dtypes(**dtypes: Dtype | None) -> None:
     """Raise unless the value of each keyword is a supported dtype or None."""
     for name, dtype in dtypes.items():
         if type(dtype).__module__ == "torch":
-            raise ValueError(
-                f"{name} must be a JAX dtype; got {dtype}. Pass {name}=jnp.float32, or another of"
-                " jax.numpy"
-            )
+            refuse_dtype(name, dtype, "JAX", "jax.numpy", "jnp.float32")
         try:
             known = dtype if dtype is None else jnp.dtype(dtype)
         except TypeError:  # which numpy raises for what is no dtype
