@@ -5,6 +5,7 @@ import os
 import re
 import sys
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -243,6 +244,38 @@ def test_one_side_that_ends_the_process_at_once(monkeypatch):
     for side in ("flax_call", "torch_call"):
         with say(r"^test_bad_input.py:\d+ ended the process \(os\._exit\(0\)\).* remove os\._exit"):
             compare(linear(), torch_linear(), X, layout="torch", **{side: exits})
+
+
+class Captured(nnx.Module):
+    def __init__(self, train):
+        self.layer = linear()
+        self.norm = nnx.BatchNorm(2, epsilon=1e-5, rngs=nnx.Rngs(0))
+        self.train_always = train
+
+    def __call__(self, x):
+        average = False if self.train_always else None
+        return jax.jit(lambda x: self.norm(self.layer(x), use_running_average=average))(x)
+
+
+def normed():
+    return torch.nn.Sequential(torch_linear(), torch.nn.BatchNorm1d(2)).eval()
+
+
+CAPTURED = (
+    r"`return jax\.jit\(.*` at test_bad_input\.py:\d+ changes a variable of a module that a"
+    r" transform of JAX has captured.* \(TraceContextError\)\. Pass the module .*: nnx\.jit"
+)
+
+
+def test_a_module_that_a_transform_has_captured():
+    with say(f"^{CAPTURED}"):
+        compare(Captured(True), normed(), X)
+
+
+def test_a_module_that_a_transform_has_captured_in_training_alone():
+    report = compare(Captured(False), normed(), X, checks=["running statistics"])
+    assert report.state == "not compared"
+    assert re.search(CAPTURED, report.check("running statistics").nothing)
 
 
 # Warned of by JAX, and by Python from 3.12 on.

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import NoReturn
 
 import jax
+from flax.errors import TraceContextError
 
 from flax_attn.parity.adapters.adapter import PairingError
 from flax_attn.parity.trace.program import Place, place_of
@@ -22,6 +23,10 @@ _REMEDIES = {
     jax.errors.NonConcreteBooleanIndexError: "Use jnp.where in place of an index by a mask",
 }
 _REMEDY = "Take sizes from shapes, and leave arrays be arrays: no int(), float() or .item()"
+_CAPTURED = (
+    "Pass the module through the transform: nnx.jit, nnx.grad or nnx.vmap with it as an argument,"
+    " or nnx.split before and nnx.merge inside"
+)
 _UNTRACED = (jax.errors.JAXTypeError, jax.errors.JAXIndexError)
 
 
@@ -34,13 +39,15 @@ def users_code() -> Iterator[None]:
     """Run the caller's code in here.
 
     Raises:
-        PairingError: if it ends the process, or JAX cannot trace it.
+        PairingError: if it ends the process, or JAX or Flax cannot trace it.
     """
     try:
         with returning():
             yield
     except _UNTRACED as error:
         raise PairingError(_untraced(error)) from error
+    except TraceContextError as error:
+        raise PairingError(_captured(error)) from error
 
 
 @contextmanager
@@ -91,6 +98,14 @@ def _untraced(error: Exception) -> str:
     return (
         f"JAX cannot compile `{place.source}` at {place} ({kind.__name__})."
         f" {_REMEDIES.get(kind, _REMEDY)}"
+    )
+
+
+def _captured(error: Exception) -> str:
+    place = _place(error)
+    return (
+        f"`{place.source}` at {place} changes a variable of a module that a transform of JAX has"
+        f" captured, such as the count of a random stream (TraceContextError). {_CAPTURED}"
     )
 
 
