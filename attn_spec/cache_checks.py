@@ -1,6 +1,7 @@
 """Checks of caches that both packages share, with the same messages."""
 
 from collections.abc import Mapping
+from numbers import Integral
 
 from attn_spec.checks import check_positive
 
@@ -14,6 +15,16 @@ def check_cache_dtype(dtype: str) -> None:
         raise ValueError(
             "a cache stores keys and values as they are and must be floating point; got dtype"
             f" {dtype}. Use that of the layer, such as float32, or a narrower one, such as bfloat16"
+        )
+
+
+def check_rows(b: object) -> None:
+    """Raise if the known number of rows of a cache is no number, or below 0."""
+    # Symbolic sizes of an export are integers of a class of their own.
+    if isinstance(b, bool | float | str) or (isinstance(b, Integral) and int(b) < 0):
+        raise ValueError(
+            "b must be a number of rows, at least 0, or None for one sequence without a batch axis;"
+            f" got b={b!r}. Pass x.shape[0]"
         )
 
 

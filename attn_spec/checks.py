@@ -6,7 +6,7 @@ otherwise at trace time, before any work is done.
 
 from collections.abc import Collection, Iterable
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, NoReturn
 
 # The dtypes that a call may have.
 DTYPES = ("float64", "float32", "bfloat16", "float16")
@@ -142,6 +142,14 @@ def check_dtype(
         raise ValueError(
             f"{names} must be {', '.join(DTYPES[:-1])} or {DTYPES[-1]}; got {wrong[0]}. {remedy}"
         )
+
+
+def refuse_dtype(name: str, dtype: object, framework: str, package: str, example: str) -> NoReturn:
+    """Raise for what is no dtype of a framework."""
+    raise ValueError(
+        f"{name} must be a {framework} dtype; got {dtype}. Pass {name}={example}, or another of"
+        f" {package}"
+    )
 
 
 def check_choice(name: str, value: str, choices: Collection[str]) -> None:

@@ -1,6 +1,6 @@
 """Checks of the parts of a mask, with the same messages in both packages."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from numbers import Integral
 from typing import Any, NoReturn
 
@@ -82,6 +82,31 @@ def check_integers(name: str, is_integer: bool, dtype: Any) -> None:
     """Raise unless an array holds integers."""
     if not is_integer:
         raise ValueError(f"{name} must be integers; got dtype {dtype}. Cast them before the call")
+
+
+def check_counts(**counts: Any) -> None:
+    """Raise unless known numbers of tokens are at least 0.
+
+    Known are integers of Python and NumPy, alone, in arrays and in lists. Arrays of a framework are
+    not read: that would wait for the device, and a cache has -1 in rows that are invalid.
+    """
+    for name, given in counts.items():
+        least = min(_known(given), default=0)
+        if least < 0:
+            raise ValueError(
+                f"{name.replace('_', ' ')} must be numbers of tokens, at least 0; got {least}."
+                " Where there is none pass 0"
+            )
+
+
+def _known(values: Any) -> Iterator[int]:
+    if isinstance(values, np.ndarray | np.generic):
+        values = values.tolist()
+    if isinstance(values, list | tuple):
+        for one in values:
+            yield from _known(one)
+    elif isinstance(values, Integral):
+        yield int(values)
 
 
 def refuse_operator(operator: str) -> None:

@@ -78,10 +78,12 @@ def check_block_norms(
 
 
 def check_parts(**parts: object) -> None:
-    """Raise unless the parts of a block are modules or functions, or None where one is left out."""
+    """Raise unless the parts of a block are modules or functions, or None for a norm left out."""
     for name, part in parts.items():
+        if part is None and name != "ff":
+            continue
         # A class can be called as well, and would make a module of the tokens.
-        if part is not None and (isinstance(part, type) or not callable(part)):
+        if isinstance(part, type) or not callable(part):
             made = "FeedForward" if name == "ff" else "LayerNorm"
             raise ValueError(
                 f"{name} must be a module or a function of tokens; got {kind_of(part)}. Pass an"

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import os
 import re
 import signal
 import subprocess
@@ -21,8 +22,10 @@ from flax_attn.parity.journal import Journal
 from flax_attn.parity.report import document
 
 MODULES = '''
+import os
 import sys
 
+import jax
 import jax.numpy as jnp
 import torch
 from flax import nnx
@@ -93,6 +96,10 @@ class Port(nnx.Module):
         return x if mask is None else jnp.where(mask[:, None], x, 0)
 
 
+if "ENDS" in os.environ:
+    os._exit(0)
+
+
 class Original(torch.nn.Module):
     def __init__(self):
         super().__init__()
@@ -140,6 +147,24 @@ class ExitsInInit(nnx.Module):
         sys.exit()
 
 
+class ExitsAtOnce(Port):
+    def __call__(self, x):
+        os._exit(0)
+
+
+@jax.custom_vjp
+def no_way_back(x):
+    return x
+
+
+no_way_back.defvjp(lambda x: (x, None), lambda _, cotangent: os._exit(0))
+
+
+class ExitsBackward(Port):
+    def __call__(self, x):
+        return no_way_back(super().__call__(x))
+
+
 class Branches(Port):
     def __call__(self, x):
         return super().__call__(x if x.sum() > 0 else 1 * x)
@@ -148,6 +173,11 @@ class Branches(Port):
 class OriginalExits(Original):
     def forward(self, x):
         sys.exit(7)
+
+
+class OriginalExitsAtOnce(Original):
+    def forward(self, x):
+        os._exit(7)
 
 
 def flax_norm():
@@ -172,6 +202,8 @@ def modules(tmp_path, monkeypatch):
     # The command adds folders, in which a torch.py may lie: no other test may find it.
     monkeypatch.setattr(sys, "path", sys.path.copy())
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    # A port that ends the process would end the tests, with the code of a success.
+    monkeypatch.setattr(os, "_exit", lambda status: pytest.fail(f"os._exit({status})"))
     return name
 
 
@@ -280,6 +312,8 @@ def test_equal_where_tested_exits_with_2(modules):
         ("nothing", "torch_linear", X, "got NoneType"),
         ("ExitsInCall", "Original", X, r"py:\d+ ended the process \(SystemExit 0\). What is"),
         ("ExitsInInit", "Original", X, r"py:\d+ ended the process \(SystemExit None\)"),
+        ("ExitsAtOnce", "Original", X, r"py:\d+ ended .* \(os\._exit\(0\)\).* remove os\._exit"),
+        ("Port", "OriginalExitsAtOnce", X, r"py:\d+ ended the process \(os\._exit\(7\)\)"),
         ("Branches", "Original", X, r"JAX cannot compile `return super.* else 1 \* x\)` at .*py:"),
         ("Port", "OriginalExits", X, r"py:\d+ ended the process \(SystemExit 7\)"),
         ("flax_linear", "torch_linear", (*X, "--rules", "{m}:WRONG"), "kernel"),
@@ -303,6 +337,23 @@ def test_what_cannot_be_compared_exits_with_3_and_writes_json(
         assert error.startswith("flax-attn: could not compare: ")
         assert re.search(reason, report["error"])
         assert report["next"][0] == report["error"]
+
+
+@pytest.mark.parametrize("command", ["compare", "mutants"])
+def test_a_backward_pass_that_ends_the_process_is_no_difference(command, modules, capsys):
+    sides = f"{modules}:ExitsBackward", f"{modules}:Original"
+    assert main([command, *sides, *X, "--check", "gradients"]) == 3
+    captured = capsys.readouterr()
+    assert re.search(r"py:\d+ ended the process \(os\._exit\(0\)\)", captured.out + captured.err)
+
+
+def test_verify_outlives_a_port_that_ends_the_process(modules, monkeypatch, capsys):
+    assert compare(modules, "Port", "Original", *X, *FORWARD, "--json", "r.json") == 2
+    # The file is the same, but reads the environment.
+    monkeypatch.setenv("ENDS", "1")
+    sys.modules.pop(modules)
+    assert main(["verify", "r.json"]) == 3
+    assert "ended the process (os._exit(0))" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("kind", [ZeroDivisionError, SystemExit])

@@ -2,7 +2,9 @@ import json
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -80,11 +82,43 @@ def test_show_shapes_prints_the_steps_of_grouped_queries(capsys):
 
 def test_show_environment_says_whether_there_are_native_kernels(capsys, monkeypatch):
     assert main(["show", "environment"]) == 0
-    levels = ", ".join(native.levels()) or native.MISSING
+    levels = ", ".join(native.levels()) or native.missing()
     assert f"native kernels: {levels}\n" in capsys.readouterr().out
-    monkeypatch.setattr(native, "library", lambda: None)
-    assert main(["show", "environment"]) == 0
-    assert "native kernels: its library was not built" in capsys.readouterr().out
+
+
+NOT_BUILT = {
+    "built nowhere": (
+        (),
+        r"was not built, which takes a C\+\+ compiler when flax_attn is installed: install one",
+    ),
+    "sources without it": (
+        ("pyproject.toml",),
+        r"was not built in {}, from which Python .*: start it elsewhere, or build it there",
+    ),
+    "a file that is none": (
+        ("library.so",),
+        r"fails to load: {}/library\.so: .*\. Build it here with a C\+\+ compiler: install one",
+    ),
+}
+
+
+@pytest.mark.parametrize(("files", "reason"), NOT_BUILT.values(), ids=NOT_BUILT)
+def test_show_environment_says_why_there_are_no_native_kernels(
+    files, reason, tmp_path, capsys, monkeypatch
+):
+    for name in files:
+        (tmp_path / name).write_text("no library")
+    origin = tmp_path / "library.so"
+    found = SimpleNamespace(origin=str(origin)) if origin.exists() else None
+    monkeypatch.setattr(native, "find_spec", lambda name: found)
+    monkeypatch.setattr(native, "_FOLDER", tmp_path)
+    monkeypatch.setattr(native, "library", native.library.__wrapped__)
+    # A library that does not load is no silent step to other backends.
+    warned = pytest.warns(RuntimeWarning, match=reason.format(tmp_path)) if found else nullcontext()
+    with warned:
+        assert main(["show", "environment"]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(f"native kernels: its library {reason.format(tmp_path)}", shown)
 
 
 def test_show_writes_a_picture(tmp_path, capsys):

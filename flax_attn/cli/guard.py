@@ -16,6 +16,8 @@ CANNOT_RUN = 3
 BAD_USAGE = 64  # EX_USAGE of sysexits.h; argparse would take 2
 BROKEN_PIPE = 128 + 13  # SIGPIPE, which not every system has
 _ENDING = threading.Event()
+# While users' code runs, `os._exit` is another function.
+_EXIT_AT_ONCE = os._exit
 _ENDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
 
 # Modules that commands import where they use them.
@@ -95,7 +97,7 @@ def _end(reader: int) -> NoReturn:
             os.write(2, f"{cursor}flax-attn: {_ENDS[signal.Signals(number)]}\n".encode())
     finally:
         # Not `sys.exit`: that would end this thread alone.
-        os._exit(128 + number)
+        _EXIT_AT_ONCE(128 + number)
 
 
 def _tidy_up() -> None:

@@ -78,7 +78,7 @@ def _print_environment() -> None:
 
     for name, value in environment().items():
         print(f"{name}: {value}")
-    print(f"native kernels: {', '.join(native.levels()) or native.MISSING}")
+    print(f"native kernels: {', '.join(native.levels()) or native.missing()}")
 
 
 def _example(options: argparse.Namespace) -> tuple[Any, list[str], Any]:

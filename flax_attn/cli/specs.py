@@ -154,11 +154,12 @@ def _search(folder: Path) -> None:
 
 def _called(what: str, call: Callable[[], Any]) -> Any:
     """Return what a call of the user's code returns; raise where it raises, with its place."""
-    try:
-        return call()
-    except SystemExit as error:
-        from flax_attn.parity.adapters.users_code import ended
+    from flax_attn.parity.adapters.users_code import ended, without_exit
 
+    try:
+        with without_exit():
+            return call()
+    except SystemExit as error:
         raise CannotCompareError(ended(error)) from error
     except Exception as error:
         # The frames above it are ours.

@@ -11,11 +11,10 @@ from einops import rearrange
 from flax.typing import Dtype
 from jaxtyping import Array, Float, Integer
 
-from attn_spec.cache_checks import check_cache_dtype, check_ring_buffer
+from attn_spec.cache_checks import check_ring_buffer
 from attn_spec.checks import check_positive
-from flax_attn.functional.cache_base import Cache
+from flax_attn.functional.cache_base import Cache, check_empty
 from flax_attn.functional.cache_slots import token_slots, write_tokens
-from flax_attn.functional.dtypes import dtype_name
 from flax_attn.functional.explicit_sharding import join
 from flax_attn.functional.mask_part import Count
 from flax_attn.functional.masks import Mask, as_mask
@@ -108,7 +107,7 @@ class KVCache(Cache):
         """
         check_positive(capacity=capacity, num_kv_heads=num_kv_heads, head_dim=head_dim)
         check_ring_buffer(window, capacity)
-        check_cache_dtype(dtype_name(dtype))
+        check_empty(b, dtype)
         if value_dim is None:
             value_dim = head_dim
         batch = () if b is None else (b,)

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
+from flax.typing import Dtype
 from jaxtyping import Array, Bool, Integer
 
 from attn_spec.cache_checks import (
@@ -17,7 +18,9 @@ from attn_spec.cache_checks import (
     check_cache_shapes,
     check_fits,
     check_lengths,
+    check_rows,
 )
+from attn_spec.checks import refuse_dtype
 from flax_attn.functional.dtypes import dtype_name
 from flax_attn.functional.mask_part import Count
 from flax_attn.functional.shapes import ArrayLike, Positions, RowLengths
@@ -167,3 +170,21 @@ def _unflatten(cls: type, structure: Any, children: Any) -> Any:
     for name, value in values.items():
         object.__setattr__(cache, name, value)
     return cache
+
+
+def check_empty(b: int | None, dtype: Dtype) -> None:
+    """Raise unless there is an empty cache of so many rows and of this dtype.
+
+    Raises:
+        ValueError: if `b` is no number of rows, or `dtype` no dtype of the framework that is
+            floating point.
+
+    Example:
+        >>> check_empty(2, jnp.bfloat16)
+    """
+    check_rows(b)
+    try:
+        name = dtype_name(dtype)
+    except TypeError:
+        refuse_dtype("dtype", dtype, "JAX", "jax.numpy", "jnp.float32")
+    check_cache_dtype(name)

@@ -8,10 +8,9 @@ import jax.numpy as jnp
 from flax.typing import Dtype
 from jaxtyping import Array, Bool, Float, Integer
 
-from attn_spec.cache_checks import check_cache_dtype
 from attn_spec.checks import check_positive
-from flax_attn.functional.cache_base import Cache
-from flax_attn.functional.dtypes import accumulation_dtype, dtype_name
+from flax_attn.functional.cache_base import Cache, check_empty
+from flax_attn.functional.dtypes import accumulation_dtype
 from flax_attn.functional.mask_part import Count, MaskPart
 from flax_attn.functional.mask_parts import Causal, Lengths, Segments
 from flax_attn.functional.masks import Mask
@@ -70,7 +69,7 @@ class DeltaCache(Cache):
         shapes = DeltaCache.shapes(
             b, kernel_size, num_heads, head_dim, value_dim=value_dim, num_key_heads=num_key_heads
         )
-        check_cache_dtype(dtype_name(dtype))
+        check_empty(b, dtype)
         # A state is a sum over all tokens before.
         wide = accumulation_dtype(jnp.dtype(dtype))
         batch = () if b is None else (b,)

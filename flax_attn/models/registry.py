@@ -7,6 +7,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Unpack
 
+from attn_spec.checks import nearest
 from attn_spec.hugging_face.fields import Fields, read_fields
 from flax_attn.models.bert import Bert, BertMaskedLM
 from flax_attn.models.deepseekv3 import DeepseekV3
@@ -102,12 +103,14 @@ def _by_architecture(fields: Fields, first: type[Pretrained]) -> type[Pretrained
         if cls.family and kind in cls.family.read:
             known[cls.family.architecture] = cls
     if not named:
+        fields.check_spelling()
         return first
     if named[0] not in known:
         names = ", ".join(map(repr, known))
+        near = nearest(named[0], known)
         raise ValueError(
-            f"{fields.where}: architectures must name one of {names}; got {named}. For a head of"
-            f" your own begin with {first.__name__}.from_pretrained"
+            f"{fields.where}: architectures must name one of {names}; got {named}{near}. For a head"
+            f" of your own begin with {first.__name__}.from_pretrained"
         )
     return known[named[0]]
 

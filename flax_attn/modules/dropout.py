@@ -6,7 +6,7 @@ from jaxtyping import Array
 from attn_spec.checks import check_rate
 from flax_attn.functional.dropout import KeyedDropout, drop, keep_grid
 from flax_attn.functional.shapes import Tokens
-from flax_attn.modules.initialisation import fork
+from flax_attn.modules.initialisation import drawn_key, fork
 from flax_attn.sharding.zigzag_inputs import arranged_dropout
 
 
@@ -28,6 +28,8 @@ class Dropout(nnx.Module):
 
     Raises:
         ValueError: if `rate` lies outside [0, 1), or if there is no stream to draw keys from.
+        TraceContextError: in a call, if a transform of JAX such as `jax.jit` captured the module:
+            pass it to `nnx.jit` as an argument.
 
     Example:
         >>> import jax
@@ -54,7 +56,8 @@ class Dropout(nnx.Module):
         """Return the dropout of this call, or None where nothing is dropped."""
         if self.deterministic or self.stream is None:
             return None
-        return KeyedDropout(self.rate, self.stream() if dropout_key is None else dropout_key)
+        key = drawn_key(self.stream, self.rate) if dropout_key is None else dropout_key
+        return KeyedDropout(self.rate, key)
 
     def __call__(self, x: Tokens, *, dropout_key: Array | None = None) -> Tokens:
         dropout = self.keyed(dropout_key)

@@ -20,10 +20,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from flax.errors import TraceContextError
 from flax.typing import Dtype
 from jaxtyping import Array
 
-from attn_spec.checks import check_dtype
+from attn_spec.checks import check_dtype, refuse_dtype
 from flax_attn.modules.random_numbers import (
     beside,
     can_draw,
@@ -126,10 +127,7 @@ def check_dtypes(**dtypes: Dtype | None) -> None:
     """Raise unless the value of each keyword is a supported dtype or None."""
     for name, dtype in dtypes.items():
         if type(dtype).__module__ == "torch":
-            raise ValueError(
-                f"{name} must be a JAX dtype; got {dtype}. Pass {name}=jnp.float32, or another of"
-                " jax.numpy"
-            )
+            refuse_dtype(name, dtype, "JAX", "jax.numpy", "jnp.float32")
         try:
             known = dtype if dtype is None else jnp.dtype(dtype)
         except TypeError:  # which numpy raises for what is no dtype
@@ -156,6 +154,27 @@ def next_key(stream: nnx.RngStream) -> Array:
     following = np.array((number + 1) % 2**32, np.uint32)
     stream.count[...] = beside(count, following)
     return fold_in(key, number)
+
+
+def drawn_key(stream: nnx.RngStream, rate: float) -> Array:
+    """Return `stream()`, the next key of the dropout of a layer.
+
+    Raises:
+        TraceContextError: if a transform of JAX, such as `jax.jit`, captured the layer.
+
+    Example:
+        >>> drawn_key(nnx.Rngs(0).dropout, 0.5).dtype
+        key<fry>
+    """
+    try:
+        return stream()
+    except TraceContextError as error:
+        raise TraceContextError(
+            f"dropout={rate} in train mode counts the keys that it draws, and a transform of JAX"
+            " cannot change a module that it captured. Pass the module through the transform:"
+            " nnx.jit(lambda layer, x: layer(x))(layer, x), or nnx.split before and nnx.merge"
+            " inside; or pass dropout_key=, or call .eval() for no dropout"
+        ) from error
 
 
 def fork(stream: nnx.RngStream) -> nnx.RngStream:

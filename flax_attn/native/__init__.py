@@ -6,18 +6,20 @@ It is called by XLA itself, through `jax.ffi`; the sources lie in the folder `so
 from __future__ import annotations
 
 import ctypes
+import warnings
 from functools import cache
 from importlib.util import find_spec
+from pathlib import Path
 
 import jax
 import jax.export
 
-MISSING = (
-    "its library was not built, which takes a C++ compiler when flax_attn is installed: install one"
-    " (g++ 12 or newer), and then flax_attn again with pip install --force-reinstall --no-deps."
-    " Python that starts in the folder of a clone imports flax_attn from there: start it elsewhere,"
-    " or build it there with pip install -e ."
+_AGAIN = (
+    "install one (g++ 12 or newer), and then flax_attn again with pip install --force-reinstall"
+    " --no-deps"
 )
+# What holds the package: site-packages, or the folder of a clone.
+_FOLDER = Path(__file__).parents[2]
 # What its functions take; all sums are in float32.
 DTYPES = ("float32", "bfloat16", "float16")
 # All of their arrays begin with a batch axis, by which XLA may split them over devices.
@@ -27,11 +29,19 @@ _FUNCTIONS = (*_ATTENTION, "matrix_product", "grouped_product", "quantized_produ
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """Return the library, its functions made known to XLA, or None where it was not built."""
+    """Return the library, its functions made known to XLA, or None where there is none.
+
+    `missing` says why: it was not built, or fails to load.
+    """
     found = find_spec("flax_attn.native.library")
     if found is None or found.origin is None:
         return None
-    loaded = ctypes.cdll.LoadLibrary(found.origin)
+    try:
+        loaded = ctypes.cdll.LoadLibrary(found.origin)
+    # Calls then run in other backends.
+    except OSError:
+        warnings.warn(f"no native kernels: {missing()}", RuntimeWarning, stacklevel=2)
+        return None
     for name in _FUNCTIONS:
         function = jax.ffi.pycapsule(getattr(loaded, name))
         jax.ffi.register_ffi_target(target(name), function, platform="cpu")
@@ -40,6 +50,33 @@ def library() -> ctypes.CDLL | None:
     loaded.level_name.restype = ctypes.c_char_p
     loaded.is_amd.restype = ctypes.c_bool
     return loaded
+
+
+def missing() -> str:
+    """Return why there is no library, and how to get it."""
+    found = find_spec("flax_attn.native.library")
+    if found is not None and found.origin is not None:
+        reason = _load_error(found.origin)
+        return f"its library fails to load: {reason}. Build it here with a C++ compiler: {_AGAIN}"
+    # A library that was installed elsewhere is not found from there.
+    if (_FOLDER / "pyproject.toml").exists():
+        return (
+            f"its library was not built in {_FOLDER}, from which Python imports flax_attn, as where"
+            " it is started there: start it elsewhere, or build it there with pip install -e . and"
+            " a C++ compiler (g++ 12 or newer)"
+        )
+    return (
+        "its library was not built, which takes a C++ compiler when flax_attn is installed:"
+        f" {_AGAIN}"
+    )
+
+
+def _load_error(path: str) -> str:
+    try:
+        ctypes.cdll.LoadLibrary(path)
+    except OSError as error:
+        return str(error)
+    return "it loads now: start Python again"
 
 
 def target(name: str) -> str:

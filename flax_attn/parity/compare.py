@@ -10,6 +10,7 @@ import jax
 
 from flax_attn.parity.adapters.adapter import Float32, error_text
 from flax_attn.parity.adapters.recording import Recording
+from flax_attn.parity.adapters.users_code import returning
 from flax_attn.parity.check import Check
 from flax_attn.parity.checks import run_checks
 from flax_attn.parity.coverage import coverage_of
@@ -167,6 +168,7 @@ def assert_parity(flax_module: Any, torch_module: Any, inputs: Inputs, **options
     return report
 
 
+@returning()
 def report_on(
     pair: Pair,
     name: str,

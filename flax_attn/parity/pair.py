@@ -24,6 +24,7 @@ from flax_attn.parity.adapters.adapter import (
     returned,
 )
 from flax_attn.parity.adapters.recording import Recording, RecordingAdapter
+from flax_attn.parity.adapters.users_code import returning
 from flax_attn.parity.training import Recipe, TrainingSpec
 
 # Added to the seed of a pair, for each thing that is drawn from it.
@@ -141,7 +142,9 @@ class Pair:
     def _attempt(self, framework: str, spec: RunSpec | TrainingSpec, method: str) -> Any:
         adapter = self.flax if framework == "flax" else self.torch
         try:
-            return getattr(adapter, method)(spec)
+            # Its backward pass may end the process, too.
+            with returning():
+                return getattr(adapter, method)(spec)
         except NotRun:
             raise
         # Any error of a user's module is a result.

@@ -17,6 +17,7 @@ from flax_attn.parity.adapters.adapter import Adapter, PairingError
 from flax_attn.parity.adapters.jax_adapter import JaxAdapter
 from flax_attn.parity.adapters.module_adapter import ModuleCall
 from flax_attn.parity.adapters.recording import Recording, RecordingAdapter
+from flax_attn.parity.adapters.users_code import returning
 from flax_attn.parity.cpu import on_cpu
 from flax_attn.parity.float32 import choose_float32
 from flax_attn.parity.inputs import Inputs, named_inputs
@@ -28,6 +29,7 @@ from flax_attn.parity.weight_map import weight_map
 Layout = convert.LayoutLike | None
 
 
+@returning()
 def pair_modules(
     flax_module: Any,
     torch_module: Any,

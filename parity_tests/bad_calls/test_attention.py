@@ -242,6 +242,18 @@ SAME = {
         mask("prefix", np.zeros(4, int), 0),
         r"length must be one integer or one a row.*got shape \(4,\)",
     ),
+    "negative lengths": (
+        mask("lengths", key=[-1, 4]),
+        r"key lengths must be numbers of tokens, at least 0; got -1\. Where .* pass 0",
+    ),
+    "negative query lengths": (
+        mask("lengths", query=np.int64(-2)),
+        r"query lengths must be numbers of tokens, at least 0; got -2",
+    ),
+    "a negative prefix": (
+        mask("prefix", -3, 0),
+        r"prefix length must be numbers of tokens, at least 0; got -3",
+    ),
 }
 
 ALIKE = {

@@ -53,6 +53,14 @@ BAD = {
     "no capacity": (lambda side: zeros(side, 0), {"capacity": 0}),
     "no heads": (lambda side: side.KVCache.zeros(2, 4, 0, 3), {"num_kv_heads": 0}),
     "no width": (lambda side: side.KVCache.zeros(2, 4, 3, -1), {"head_dim": -1}),
+    "rows below 0": (
+        lambda side: side.KVCache.zeros(-1, 4, 3, 2),
+        r"b must be a number of rows, .*None for one sequence.*; got b=-1\. Pass x\.shape\[0\]",
+    ),
+    "rows that are no integer": (
+        lambda side: side.DeltaCache.zeros(2.0, 4, 3, 2),
+        r"b must be a number of rows, .*; got b=2\.0\.",
+    ),
     # More tokens than fit.
     "full": (lambda side: extend(side, 4, replace(filled(side), length=5)), FITS.format(4, 5)),
     "longer than all": (lambda side: extend(side, 9, zeros(side, 8)), FITS.format(9, 0)),

@@ -1,9 +1,12 @@
-"""Dtypes of PyTorch in place of those of JAX."""
+"""Dtypes of one framework in place of those of the other."""
 
+import jax.numpy as jnp
 import pytest
 import torch
 from flax import nnx
 
+import flax_attn
+import torch_ref
 from flax_attn import GPT2, FeedForward, GPT2Config, LayerNorm, MultiHeadAttention
 
 CONFIG = GPT2Config(6, 2, 1, context_length=8, vocab_size=11)
@@ -27,3 +30,28 @@ def test_a_dtype_of_torch_is_refused(build, name):
     )
     with pytest.raises(ValueError, match=rule):
         build(**{name: torch.float32})
+
+
+CACHES = {
+    "cache": lambda side, dtype: side.KVCache.zeros(2, 8, 3, 4, dtype=dtype),
+    "state": lambda side, dtype: side.DeltaCache.zeros(2, 4, 3, 4, dtype=dtype),
+}
+
+
+@pytest.mark.parametrize("make", CACHES.values(), ids=CACHES)
+def test_the_dtype_of_a_cache_is_of_its_framework(make, no_shape_checks):
+    rule = r"^dtype must be a JAX dtype; got torch\.float32\. Pass dtype=jnp\.float32, or another"
+    with pytest.raises(ValueError, match=rule):
+        make(flax_attn, torch.float32)
+    with pytest.raises(ValueError, match=r"^dtype must be a JAX dtype; got float31\."):
+        make(flax_attn, "float31")
+    for foreign in (jnp.bfloat16, "bfloat16"):
+        rule = r"^dtype must be a PyTorch dtype; got .*bfloat16.*\. Pass dtype=torch\.float32, or"
+        with pytest.raises(ValueError, match=rule):
+            make(torch_ref, foreign)
+
+
+@pytest.mark.parametrize("kind", ["attention", "model"])
+def test_a_cache_of_a_module_refuses_a_dtype_of_torch(kind):
+    with pytest.raises(ValueError, match=r"^dtype must be a JAX dtype; got torch\.float32\."):
+        MODULES[kind]().init_cache(2, 8, dtype=torch.float32)

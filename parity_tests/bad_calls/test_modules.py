@@ -246,6 +246,15 @@ CONSTRUCTORS = {
             r" instance\. Pass an instance, such as ff=FeedForward\(d_model\)$"
         ),
     ),
+    "no feed-forward layer": (
+        lambda side: side.TransformerBlock(
+            multi_head(side, d_out=6, num_heads=2), None, None, None
+        ),
+        (
+            r"^ff must be a module or a function of tokens; got NoneType\. Pass an instance, such"
+            r" as ff=FeedForward\(d_model\)$"
+        ),
+    ),
     "class of a norm": (
         lambda side: side.TransformerBlock(
             multi_head(side, d_out=6, num_heads=2), abs, None, side.RMSNorm

@@ -1,9 +1,11 @@
 """What cannot be compared says why, and what to pass instead."""
 
 import operator
+import os
 import re
 import sys
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -231,6 +233,63 @@ def test_one_side_that_ends_the_process():
     for side in ("flax_call", "torch_call"):
         with say(r"^test_bad_input.py:\d+ ended the process \(SystemExit 0\)"):
             compare(linear(), torch_linear(), X, layout="torch", **{side: exits})
+
+
+def test_one_side_that_ends_the_process_at_once(monkeypatch):
+    monkeypatch.setattr(os, "_exit", lambda status: pytest.fail(f"os._exit({status})"))
+
+    def exits(module, x):
+        os._exit(0)
+
+    for side in ("flax_call", "torch_call"):
+        with say(r"^test_bad_input.py:\d+ ended the process \(os\._exit\(0\)\).* remove os\._exit"):
+            compare(linear(), torch_linear(), X, layout="torch", **{side: exits})
+
+
+class Captured(nnx.Module):
+    def __init__(self, train):
+        self.layer = linear()
+        self.norm = nnx.BatchNorm(2, epsilon=1e-5, rngs=nnx.Rngs(0))
+        self.train_always = train
+
+    def __call__(self, x):
+        average = False if self.train_always else None
+        return jax.jit(lambda x: self.norm(self.layer(x), use_running_average=average))(x)
+
+
+def normed():
+    return torch.nn.Sequential(torch_linear(), torch.nn.BatchNorm1d(2)).eval()
+
+
+CAPTURED = (
+    r"`return jax\.jit\(.*` at test_bad_input\.py:\d+ changes a variable of a module that a"
+    r" transform of JAX has captured.* \(TraceContextError\)\. Pass the module .*: nnx\.jit"
+)
+
+
+def test_a_module_that_a_transform_has_captured():
+    with say(f"^{CAPTURED}"):
+        compare(Captured(True), normed(), X)
+
+
+def test_a_module_that_a_transform_has_captured_in_training_alone():
+    report = compare(Captured(False), normed(), X, checks=["running statistics"])
+    assert report.state == "not compared"
+    assert re.search(CAPTURED, report.check("running statistics").nothing)
+
+
+# Warned of by JAX, and by Python from 3.12 on.
+@pytest.mark.filterwarnings("ignore:.*fork")
+def test_a_side_that_forks_ends_its_children():
+    def forks(module, x):
+        child = os.fork()
+        if not child:
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        return module(x)
+
+    sides = linear(), torch_linear(), X
+    assert compare(*sides, layout="torch", torch_call=forks, checks=["forward"]).passed
 
 
 def branches(x):

@@ -404,9 +404,11 @@ def test_segment_ids_of_64_bits_are_refused():
 
 @pytest.mark.parametrize(("t", "s", "other"), [(600, 600, "blocked"), (1, 600, "decode")])
 def test_without_the_library_the_others_run_and_explain_says_how_to_get_it(
-    t, s, other, monkeypatch
+    t, s, other, monkeypatch, tmp_path
 ):
     monkeypatch.setattr("flax_attn.backends.native.library", lambda: None)
+    monkeypatch.setattr(native, "find_spec", lambda name: None)
+    monkeypatch.setattr(native, "_FOLDER", tmp_path)
     found = explain(*arrays(t, s).values(), mask=Mask.causal(s - t), platform="cpu")
     assert found.backend == other
     assert (

@@ -1,6 +1,6 @@
 """Integers as a caller may pass them: of every type, small ones and the ends of 64 bits."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -58,6 +58,16 @@ def draw_counts(
     dtype = _draw_dtype(rng, form, x64)
     pool = FAR if rng.random() < far else tuple(near)
     return Integers(name, _draw_values(rng, pool, shape, form, dtype), form, dtype)
+
+
+def draw_lengths(
+    rng: np.random.Generator, name: str, near: range, rows: int, x64: bool, far: float = 0.25
+) -> Integers:
+    """Return one number of tokens, or one a row: below 0 only where it is not read."""
+    drawn = draw_counts(rng, name, near, rows, x64, far)
+    if drawn.form == "jax":
+        return drawn
+    return replace(drawn, values=np.asarray(np.maximum(drawn.values, 0), object))
 
 
 def draw_ids(

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from .integers import ENDS, Integers, draw_counts, draw_ids
+from .integers import ENDS, Integers, draw_counts, draw_ids, draw_lengths
 
 Given = Callable[[Integers], Any]  # the integers as the call gets them
 
@@ -154,8 +154,8 @@ def _sliding(rng: np.random.Generator, name: str, z: Sizes, x64: bool) -> Part:
 
 def _lengths(rng: np.random.Generator, name: str, z: Sizes, x64: bool) -> Part:
     which = rng.integers(3)
-    query = draw_counts(rng, f"query {name}", range(-2, z.t + 3), z.b, x64) if which else None
-    key = draw_counts(rng, f"key {name}", range(-2, z.s + 3), z.b, x64) if which != 1 else None
+    query = draw_lengths(rng, f"query {name}", range(-2, z.t + 3), z.b, x64) if which else None
+    key = draw_lengths(rng, f"key {name}", range(-2, z.s + 3), z.b, x64) if which != 1 else None
     integers = tuple(x for x in (query, key) if x is not None)
 
     def shows(b, n, i, j):
@@ -173,7 +173,7 @@ def _lengths(rng: np.random.Generator, name: str, z: Sizes, x64: bool) -> Part:
 
 def _prefix(rng: np.random.Generator, name: str, z: Sizes, x64: bool) -> Part:
     offset = _draw_offset(rng, name, z, x64)
-    length = draw_counts(rng, f"prefix {name}", range(-2, z.s + 3), z.b, x64)
+    length = draw_lengths(rng, f"prefix {name}", range(-2, z.s + 3), z.b, x64)
     at, facts = _positioned(z, offset, x64, length)
     return Part(
         f"Mask.prefix({length}, {offset})",

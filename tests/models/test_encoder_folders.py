@@ -64,6 +64,11 @@ REFUSED = [
         r"architectures must name one of 'BertModel', 'BertForM",
     ),
     (
+        Bert,
+        {"architectures": ["BertForMaskedML"]},
+        r"got \['BertForMaskedML'\] \(nearest: BertForMaskedLM\)\. For a head of your own begin",
+    ),
+    (
         T5,
         {"architectures": ["T5EncoderModel"]},
         r"one of 'T5ForConditionalGeneration'; got \['T5EncoderModel'\]",
@@ -151,6 +156,14 @@ REFUSED = [
     (Whisper, {"encoder_layerdrop": 0.1}, r"encoder_layerdrop must be 0\.0, no other value"),
     (Whisper, {"scale_embedding": True}, r"scale_embedding must be false"),
 ]
+
+
+def test_a_misspelt_field_of_the_class_is_refused(tmp_path):
+    fields = {"model_type": "bert", "architecture": ["BertForMaskedLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    rule = r"architecture=.* would be ignored, and the field architectures is missing\. Correct"
+    with pytest.raises(ValueError, match=rule):
+        model_class(tmp_path)
 
 
 @pytest.mark.parametrize(("cls", "changes", "match"), REFUSED, ids=str)

@@ -4,9 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from flax import nnx
+from flax.errors import TraceContextError
 
-from flax_attn import Outputs
+from flax_attn import MultiHeadAttention, Outputs
 from flax_attn.parity import tolerance
 
 
@@ -177,3 +179,20 @@ def test_eval_shape_of_call(weighing):
 
     assert shapes(inputs) == [(x.shape, x.dtype) for x in jax.tree.leaves(attend(*inputs))]
     assert shapes([x[0] for x in inputs]) == [(shape[1:], dtype) for shape, dtype in shapes(inputs)]
+
+
+def test_dropout_in_a_layer_that_a_transform_has_captured():
+    layer = MultiHeadAttention(4, 4, 5, 0.25, 2, rngs=nnx.Rngs(0))
+    x = jnp.ones((3, 5, 4))
+    rule = (
+        r"^dropout=0\.25 in train mode counts the keys that it draws, and a transform .* captured\."
+        r" Pass the module .*nnx\.jit\(lambda layer, x: layer\(x\)\).*nnx\.split"
+    )
+    for transformed in (jax.jit(lambda x: layer(x)), jax.vmap(lambda x: layer(x))):
+        with pytest.raises(TraceContextError, match=rule):
+            transformed(x)
+    # What the error names works.
+    nnx.jit(lambda layer, x: layer(x))(layer, x)
+    jax.jit(lambda x: layer(x, dropout_key=jax.random.key(0)))(x)
+    layer.eval()
+    jax.jit(lambda x: layer(x))(x)

@@ -10,11 +10,10 @@ from einops import rearrange
 from jaxtyping import Float, Integer
 from torch import Tensor
 
-from attn_spec.cache_checks import check_cache_dtype, check_ring_buffer
+from attn_spec.cache_checks import check_ring_buffer
 from attn_spec.checks import check_positive
-from torch_ref.functional.cache_base import Cache
+from torch_ref.functional.cache_base import Cache, check_empty
 from torch_ref.functional.cache_slots import token_slots, write_tokens
-from torch_ref.functional.dtypes import dtype_name
 from torch_ref.functional.mask_part import Count
 from torch_ref.functional.masks import Mask, as_mask
 from torch_ref.functional.shapes import Key, RowLengths, Value
@@ -100,7 +99,7 @@ class KVCache(Cache):
         """
         check_positive(capacity=capacity, num_kv_heads=num_kv_heads, head_dim=head_dim)
         check_ring_buffer(window, capacity)
-        check_cache_dtype(dtype_name(dtype))
+        check_empty(b, dtype)
         if value_dim is None:
             value_dim = head_dim
         batch = () if b is None else (b,)

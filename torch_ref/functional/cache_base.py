@@ -16,7 +16,9 @@ from attn_spec.cache_checks import (
     check_cache_shapes,
     check_fits,
     check_lengths,
+    check_rows,
 )
+from attn_spec.checks import refuse_dtype
 from torch_ref.functional.dtypes import dtype_name
 from torch_ref.functional.mask_part import Count
 from torch_ref.functional.shapes import ArrayLike, Positions, RowLengths
@@ -145,3 +147,19 @@ class Cache:
         # tokens.
         real = new < self.each_row(lengths)[..., None]
         return torch.where(real, positions, 0)
+
+
+def check_empty(b: int | None, dtype: torch.dtype) -> None:
+    """Raise unless there is an empty cache of so many rows and of this dtype.
+
+    Raises:
+        ValueError: if `b` is no number of rows, or `dtype` no dtype of the framework that is
+            floating point.
+
+    Example:
+        >>> check_empty(2, torch.bfloat16)
+    """
+    check_rows(b)
+    if not isinstance(dtype, torch.dtype):
+        refuse_dtype("dtype", dtype, "PyTorch", "torch", "torch.float32")
+    check_cache_dtype(dtype_name(dtype))

@@ -9,10 +9,9 @@ from jaxtyping import Bool, Float, Integer
 from torch import Tensor
 from torch.nn import functional
 
-from attn_spec.cache_checks import check_cache_dtype
 from attn_spec.checks import check_positive
-from torch_ref.functional.cache_base import Cache
-from torch_ref.functional.dtypes import accumulation_dtype, dtype_name
+from torch_ref.functional.cache_base import Cache, check_empty
+from torch_ref.functional.dtypes import accumulation_dtype
 from torch_ref.functional.mask_part import Count, MaskPart
 from torch_ref.functional.mask_parts import Causal, Lengths, Segments
 from torch_ref.functional.masks import Mask
@@ -60,7 +59,7 @@ class DeltaCache(Cache):
         shapes = DeltaCache.shapes(
             b, kernel_size, num_heads, head_dim, value_dim=value_dim, num_key_heads=num_key_heads
         )
-        check_cache_dtype(dtype_name(dtype))
+        check_empty(b, dtype)
         # A state is a sum over all tokens before.
         wide = accumulation_dtype(dtype)
         batch = () if b is None else (b,)

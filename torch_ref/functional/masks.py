@@ -15,7 +15,7 @@ from torch import Tensor
 
 from attn_spec.checks import check_positive
 from attn_spec.function_checks import SEES, check_function
-from attn_spec.mask_checks import check_window, refuse_operator, refuse_truth
+from attn_spec.mask_checks import check_counts, check_window, refuse_operator, refuse_truth
 from attn_spec.mask_text import check_printable, expression, picture
 from torch_ref.functional.mask_arguments import as_booleans, as_ids, as_integers
 from torch_ref.functional.mask_function import Where
@@ -94,6 +94,7 @@ class Mask:
         self-attention of a layer pass `lengths=` to the layer, which hides both.
         """
         counts = as_integers("query lengths", query), as_integers("key lengths", key)
+        check_counts(query_lengths=query, key_lengths=key)
         return Mask((Lengths(*counts),))
 
     @staticmethod
@@ -109,6 +110,7 @@ class Mask:
     def prefix(length: Count | ArrayLike, offset: Count | ArrayLike | None = None) -> Mask:
         """Prefix-LM: causal, and the first `length` keys are open to every query."""
         count = as_integers("prefix length", length)
+        check_counts(prefix_length=length)
         return Mask((Prefix(count, offset=as_integers("offset", offset)),))
 
     @staticmethod

@@ -12,7 +12,7 @@ from flax_attn.backends.native.kernel import FEW, attend
 from flax_attn.backends.platform import may_be_partitioned, varying
 from flax_attn.functional.mask_part import IntervalPart
 from flax_attn.functional.mask_parts import Dense, Segments
-from flax_attn.native import DTYPES, MISSING, library
+from flax_attn.native import DTYPES, library, missing
 
 
 class Native(Backend):
@@ -34,7 +34,7 @@ class Native(Backend):
 
     def refuse(self, call: Call) -> str | None:
         if library() is None:
-            return MISSING
+            return missing()
         rest = [part for part in call.mask.parts if not isinstance(part, IntervalPart | Dense)]
         if len(rest) > 1 or not all(isinstance(part, Segments) for part in rest):
             # Not their arrays, which would be waited for.
