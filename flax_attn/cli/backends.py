@@ -1,7 +1,5 @@
 """`flax-attn backends`: which backend would run a call, and why the others would not."""
 
-from __future__ import annotations
-
 import argparse
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Where the command line keeps compiled programs: the next start loads them."""
 
-from __future__ import annotations
-
 import hashlib
 import platform
 import sys

@@ -1,7 +1,5 @@
 """`flax-attn generate`: text from a checkpoint folder."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """How every command ends: with an exit code, and one line instead of a traceback."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import signal

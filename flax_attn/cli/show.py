@@ -1,7 +1,5 @@
 """`flax-attn show`: attention maps, shapes of all intermediates of a layer, the environment."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Estimates of what would fit where a job does not, from compiled programs and model shapes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial

@@ -1,7 +1,5 @@
 """A model of shapes, its optimizer and its inputs on a mesh: how much of each is on one device."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod

@@ -1,7 +1,5 @@
 """A job planned: what a device holds, its programs, whether they fit, and what would."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """A plan as tables: of memory, of what is sent, of time; and as one line of Markdown."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 

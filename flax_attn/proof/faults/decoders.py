@@ -3,8 +3,6 @@
 Other norms, positions and windows by layer, caps and gates.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

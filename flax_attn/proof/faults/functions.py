@@ -1,7 +1,5 @@
 """Faults of functions as masks and scores: the arguments they get, and where they are applied."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Faults of latent attention, and of the models that have it or experts."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

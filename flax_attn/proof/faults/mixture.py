@@ -1,7 +1,5 @@
 """Faults of mixtures of experts: of the router, the experts and what is shared."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

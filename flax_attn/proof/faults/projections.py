@@ -1,7 +1,5 @@
 """Faults around the attention formula: projections, heads, norms of heads, and positions."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch
