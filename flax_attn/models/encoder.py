@@ -55,6 +55,9 @@ class Encoder(Pretrained, Generic[C]):
         precision: precision of the matrix products, as in `jax.lax.dot_general`.
         rngs: random streams; parameters are drawn from `params` as `draw` says, keys of dropout
             from `dropout`.
+
+    Raises:
+        ValueError: where its layers do.
     """
 
     config: C

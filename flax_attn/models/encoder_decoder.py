@@ -94,6 +94,9 @@ class EncoderDecoder(Pretrained, Generic[C]):
     Shapes:
         inputs `(b, s)`, or those of the family, and tokens `(b, t)`, to logits
         `(b, t, vocab_size)`.
+
+    Raises:
+        ValueError: where its layers do.
     """
 
     config: C

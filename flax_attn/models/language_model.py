@@ -84,6 +84,9 @@ class LanguageModel(Pretrained, Generic[C]):
 
     Shapes:
         tokens `(b, t)` or `(t,)` to logits `(b, t, vocab_size)` or `(t, vocab_size)`.
+
+    Raises:
+        ValueError: where its layers do.
     """
 
     config: C
