@@ -67,7 +67,7 @@ def check_writable(path: str | None) -> None:
         )
 
 
-def cache() -> Path:
+def cache_folder() -> Path:
     """Return the directory of this package in the user's cache.
 
     Raises:

@@ -168,7 +168,7 @@ def _print(plan: Plan, markdown: bool) -> None:
 
     # With its heading, so that one line is a table; `make plan` keeps the first heading alone.
     if markdown:
-        print("\n".join([*report.heading(), report.line(plan)]))
+        print("\n".join([*report.markdown_heading(), report.markdown_row(plan)]))
         return
     console = common.console(120)
     console.print(report.title(plan), style="bold", highlight=False)

@@ -57,7 +57,7 @@ class Held:
         return self.parameters + self.optimizer + self.cache
 
 
-def held(job: Job) -> Held:
+def held_bytes(job: Job) -> Held:
     """Return what a device holds of a job; no devices are needed."""
     mesh = AbstractMesh(tuple(job.mesh.values()), tuple(job.mesh))
     model = model_on(job, mesh)

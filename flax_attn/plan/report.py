@@ -154,12 +154,12 @@ def would_fit(plan: Plan) -> Table:
     return table
 
 
-def heading() -> list[str]:
-    """Return the first two lines of a table in Markdown, whose other lines are those of `line`."""
+def markdown_heading() -> list[str]:
+    """Return the first two lines of a Markdown table of `markdown_row`s."""
     return [f"| {' | '.join(COLUMNS)} |", f"|{' --- |' * len(COLUMNS)}"]
 
 
-def line(plan: Plan) -> str:
+def markdown_row(plan: Plan) -> str:
     """Return a plan as a line of a table in Markdown."""
     job, phase, chip = plan.job, plan.largest, plan.job.topology.chip
     limit = "unknown" if chip.memory is None else size(chip.memory)

@@ -11,7 +11,7 @@ from flax_attn.parity import tolerance
 from flax_attn.plan.estimate import changes
 from flax_attn.plan.models import OwnModel, logits_loss
 from flax_attn.plan.phases import Phase
-from flax_attn.plan.placement import held
+from flax_attn.plan.placement import held_bytes
 from flax_attn.plan.plan import plan
 
 FILE = """
@@ -88,7 +88,7 @@ def test_its_loss_is_the_mean_cross_entropy_of_the_next_tokens():
 
 def test_remat_is_not_offered(job):
     one = job(MESH, model=OwnModel(Bigrams))
-    found = changes(one, held(one), Phase("step", 0, peak=10**6), 60_000)
+    found = changes(one, held_bytes(one), Phase("step", 0, peak=10**6), 60_000)
     assert found[0].what == "more fsdp"
 
 
