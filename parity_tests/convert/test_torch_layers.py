@@ -1,6 +1,5 @@
 """Plain Flax layers and the torch.nn layers of the same names, alone and put together."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -16,13 +15,6 @@ F64 = {"param_dtype": jnp.float64, "rngs": nnx.Rngs(0)}
 
 def channels_last(x):
     return np.moveaxis(x, 1, -1)
-
-
-@pytest.fixture(autouse=True)
-def usual_promotion():
-    """Let Flax's own layers promote as they do."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
 
 
 LAYERS = {

@@ -39,7 +39,7 @@ SMALL = LlamaConfig(
 )
 MESH = {"data": 2, "expert": 2, "tensor": 2}
 
-pytestmark = pytest.mark.usefixtures("promotion")
+pytestmark = pytest.mark.usefixtures("dtype_promotion")
 
 
 def test_experts_are_divided_and_a_token_is_counted_in_those_it_is_given_to(job):

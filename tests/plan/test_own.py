@@ -37,7 +37,7 @@ made = Model(rngs=nnx.Rngs(0))
 MESH = {"data": 2, "fsdp": 4}
 SIZES = ["--topology", "cpu:8", "--mesh", "data=2,fsdp=4", "--batch", "8", "--tokens", "16"]
 
-pytestmark = pytest.mark.usefixtures("promotion")
+pytestmark = pytest.mark.usefixtures("dtype_promotion")
 
 
 class Bigrams(nnx.Module):

@@ -22,7 +22,7 @@ KERNELS = 3 * (32 * 32 * 2 + 32 * 16 * 2 + 3 * 32 * 48)  # of the layers
 HEAD, NORMS = 32 * 56, 7 * 32
 ONE = {"data": 1}
 
-pytestmark = pytest.mark.usefixtures("promotion")
+pytestmark = pytest.mark.usefixtures("dtype_promotion")
 
 
 def test_parameters_and_state_are_divided_as_the_mesh_says(job):
