@@ -42,7 +42,7 @@ def tables(plan: Plan) -> Iterator[Table]:
     yield memory(plan)
     for phase in plan.phases:
         if phase.compiled:
-            yield sent(plan, phase)
+            yield sent(phase)
             yield times(plan, phase)
     if plan.changes:
         yield would_fit(plan)
@@ -99,7 +99,7 @@ def verdict(plan: Plan) -> str:
     }[plan.fits]
 
 
-def sent(plan: Plan, phase: Phase) -> Table:
+def sent(phase: Phase) -> Table:
     """Return the collectives of a program."""
     title = f"Sent by one device in a {phase.name}"
     table = _table(["collective", "over"], ["count", "bytes"], title)
