@@ -182,13 +182,23 @@ def pytest_collection_finish():
 
 
 @pytest.fixture
-def as_a_user_has_jax():
+def dtype_promotion():
+    """Promote dtypes as JAX does by default: optax raises floats to integer counts."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@pytest.fixture
+def usual_promotion(dtype_promotion):
+    """Promote dtypes and ranks as JAX does by default, on which other libraries rely."""
+    with jax.numpy_rank_promotion("allow"):
+        yield
+
+
+@pytest.fixture
+def as_a_user_has_jax(usual_promotion):
     """Compute in float32, with JAX's own promotion: what documentation and examples run with."""
-    with (
-        jax.enable_x64(False),
-        jax.numpy_dtype_promotion("standard"),
-        jax.numpy_rank_promotion("allow"),
-    ):
+    with jax.enable_x64(False):
         yield
 
 

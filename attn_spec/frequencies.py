@@ -10,8 +10,6 @@ References:
     Llama Team 2024, Llama 3 (arXiv:2407.21783).
 """
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass

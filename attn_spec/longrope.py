@@ -1,7 +1,5 @@
 """LongRoPE: each frequency of RoPE divided by a factor of its own, which was searched for."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

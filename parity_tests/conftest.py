@@ -3,7 +3,6 @@
 import importlib
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from unittest import mock
 
 import jax
@@ -14,7 +13,8 @@ import torch
 from flax import nnx
 
 from flax_attn import convert
-from flax_attn.proof.build import build, drawn
+from flax_attn.proof.build import drawn
+from flax_attn.proof.variant import Package
 
 # Workers share the processors.
 torch.set_num_threads(1)
@@ -53,6 +53,29 @@ def x64():
         yield
 
 
+def block(
+    parts,
+    *,
+    d_model,
+    dropout,
+    ff=("FeedForward", {"d_hidden": 10}),
+    norm="LayerNorm",
+    norms=("norm1", "norm2"),
+    norm_first=True,
+    **attention,
+):
+    """Return a block, made of the parts of a package."""
+    own = {name: getattr(parts, norm)(d_model) for name in norms}
+    kind, options = ff
+    return parts.TransformerBlock(
+        parts.MultiHeadAttention(d_in=d_model, d_out=d_model, dropout=dropout, **attention),
+        getattr(parts, kind)(d_model, **options),
+        **{"norm1": None, "norm2": None, **own},
+        norm_first=norm_first,
+        drop_shortcut=parts.Dropout(dropout),
+    )
+
+
 @dataclass(frozen=True)
 class Side:
     """One package, so that a test can be written once for both."""
@@ -80,13 +103,19 @@ class Side:
     def key(self, first=3, second=14):
         return self.array(np.array([first, second], "uint32" if self.is_flax else "int64"))
 
-    def build(self, variant, *arguments, **keywords):
-        """Return a module in float64."""
-        make = partial(build, importlib.import_module(self.name), variant, *arguments, **keywords)
+    def build(self, module, *arguments, **options):
+        """Return a module in float64; the options of a block are those of `block`."""
+        package = importlib.import_module(self.name)
+
+        def make(**numerics):
+            parts = Package(package, **numerics)
+            if module == "TransformerBlock":
+                return block(parts, **options)
+            return getattr(parts, module)(*arguments, **options)
+
         # The key is made where the module is.
-        numerics = {"param_dtype": jnp.float64}
         if self.is_flax:
-            return drawn(lambda: make(numerics={"rngs": nnx.Rngs(0), **numerics}))
+            return drawn(lambda: make(param_dtype=jnp.float64, rngs=nnx.Rngs(0)))
         return make().double()
 
     def numpy(self, array):

@@ -3,8 +3,6 @@
 A larger number is a mistake, or the model would not fit into memory.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

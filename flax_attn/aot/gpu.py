@@ -1,7 +1,5 @@
 """GPUs described by files, and what compiling their kernels takes without a GPU or a driver."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import re

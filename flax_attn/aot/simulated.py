@@ -1,7 +1,5 @@
 """Processors of this machine, as JAX simulates any number of them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any

@@ -1,7 +1,5 @@
 """TPU chips, as libtpu describes them."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from importlib.util import find_spec

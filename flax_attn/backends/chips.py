@@ -1,7 +1,5 @@
 """What each chip can do at most, as its maker publishes it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType

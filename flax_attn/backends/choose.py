@@ -4,8 +4,6 @@ On a CPU that is the first of the table, elsewhere the first whose predicted tim
 least.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from flax_attn.backends.backend import Backend

@@ -3,8 +3,6 @@
 Only `flax-attn plan` traces them: a kernel's program does not tell its operations.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any

@@ -5,8 +5,6 @@ transpose is the backward pass of the kernel, and where it is evaluated, in forw
 derivative of the formula, which holds all scores. So are all derivatives beyond the first.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """What is done in the place of attention calls while a program is traced and never run."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar

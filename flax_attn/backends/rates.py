@@ -16,8 +16,6 @@ References:
     structure, and 15.8 % where it is an array.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from flax_attn.backends.call import Call

@@ -3,8 +3,6 @@
 `blocked` and `fused` are loops over these. Where a tile lies, and how it is read, is theirs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 

@@ -10,8 +10,6 @@ asked too, with the keys in several orders, and the largest error counts, as in 
 dtypes of the parity harness.
 """
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Sequence
 from functools import lru_cache

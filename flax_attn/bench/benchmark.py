@@ -1,7 +1,5 @@
 """One benchmark: implementations are prepared and compared, and those that agree are timed."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

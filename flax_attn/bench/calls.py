@@ -1,7 +1,5 @@
 """The attention calls of well-known models, as data: to ask for their backends and compile them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial

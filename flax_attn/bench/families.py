@@ -3,8 +3,6 @@
 A mixture of experts, latents, and a state of fixed size.
 """
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace

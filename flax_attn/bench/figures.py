@@ -1,7 +1,5 @@
 """Figures from the measurements: ratios, exponents of growth, and a summary of ours."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from statistics import geometric_mean

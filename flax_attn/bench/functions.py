@@ -1,7 +1,5 @@
 """Implementations of attention on query, key and value, and the formula to compare them with."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 

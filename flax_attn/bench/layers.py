@@ -1,7 +1,5 @@
 """Implementations as whole layers, projections included, all with the same weights."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import Any

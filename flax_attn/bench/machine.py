@@ -1,7 +1,5 @@
 """The machine: what figures depend on, and the limits that it sets."""
 
-from __future__ import annotations
-
 import os
 import platform
 from importlib.metadata import PackageNotFoundError, version

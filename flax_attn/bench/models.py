@@ -1,7 +1,5 @@
 """Whole models beside Hugging Face's: the same GPT-2 with the same weights, in turns."""
 
-from __future__ import annotations
-
 import tempfile
 import time
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """The times that are predicted for the attention calls of well-known models, on each chip."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Linux's description of the processor, without JAX: the command line asks before its import."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 

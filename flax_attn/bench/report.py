@@ -1,7 +1,5 @@
 """What a run measured, as data."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, dataclass
 from typing import Any

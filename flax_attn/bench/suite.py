@@ -1,7 +1,5 @@
 """The whole suite: which sizes are measured, and one run over them."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A report as tables."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from rich import box

@@ -1,7 +1,5 @@
 """What is measured of whole models, and how it is shown."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Fair timing: implementations take turns, and each turn is long enough to be measured."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Hashable, Mapping
 from typing import TypeVar

@@ -1,7 +1,5 @@
 """The workload of one measurement: sizes, mask, dtype, direction, its inputs and its operations."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache

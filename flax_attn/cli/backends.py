@@ -1,7 +1,5 @@
 """`flax-attn backends`: which backend would run a call, and why the others would not."""
 
-from __future__ import annotations
-
 import argparse
 from typing import Any
 
@@ -77,7 +75,7 @@ def _backends(options: argparse.Namespace) -> int:
 
     b, t, n, h = options.shape
     s = options.keys or t
-    try:
+    with common.usage_errors(TypeError, ValueError):
         check_choice("--dtype", options.dtype, DTYPES)
         # For float64 the answer is the one with float64 switched on.
         with jax.enable_x64(options.dtype == "float64"):
@@ -86,8 +84,6 @@ def _backends(options: argparse.Namespace) -> int:
             key = jax.ShapeDtypeStruct((b, s, options.kv_heads or n, h), dtype)
             # The last query is the last token, as it is behind a cache.
             found = explain(query, key, key, mask=_mask(options, s - t), platform=options.platform)
-    except (TypeError, ValueError) as error:
-        raise common.UsageError(str(error)) from None
     print(found)
     return 0
 
@@ -108,10 +104,8 @@ def _models(options: argparse.Namespace) -> int:
     everywhere = predicted.CHIPS if options.times else PLATFORMS
     make = predicted.table if options.times else calls.table
     for platform in [options.platform] if options.platform else everywhere:
-        try:
+        with common.usage_errors(ValueError):
             table = make(platform)
-        except ValueError as error:
-            raise common.UsageError(str(error)) from None
         common.console(150).print(table)
     return 0
 

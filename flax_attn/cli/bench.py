@@ -82,11 +82,9 @@ def _bench(options: argparse.Namespace) -> int:
 def _check_backends(names: list[str]) -> None:
     from flax_attn.backends.registry import check_backend
 
-    try:
+    with common.usage_errors(ValueError):
         for name in names:
             check_backend(name)
-    except ValueError as error:
-        raise common.UsageError(str(error)) from None
 
 
 def _run(options: argparse.Namespace) -> BenchmarkReport:

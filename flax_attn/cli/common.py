@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.status import Status
 
-from flax_attn.cli.guard import UsageError
+from flax_attn.cli.guard import UsageError, usage_errors
 from flax_attn.convert.replacing import replacing
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-__all__ = ["UsageError"]
+__all__ = ["UsageError", "usage_errors"]
 
 
 class _Console(Console):
@@ -67,7 +67,7 @@ def check_writable(path: str | None) -> None:
         )
 
 
-def cache() -> Path:
+def cache_folder() -> Path:
     """Return the directory of this package in the user's cache.
 
     Raises:
@@ -110,12 +110,9 @@ def known_checks(names: list[str] | None) -> list[str] | None:
 
 def save_figure(draw: Callable[[], Figure], path: str) -> None:
     """Draw a figure and write it to `path`, in the format that its suffix names."""
-    try:
-        with replacing(path) as whole:
-            draw().savefig(whole, dpi=150)
-    except (ImportError, OSError, ValueError) as error:
-        # There is no matplotlib, the format is unknown, or the file cannot be written.
-        raise UsageError(str(error)) from None
+    # There is no matplotlib, the format is unknown, or the file cannot be written.
+    with usage_errors(ImportError, OSError, ValueError), replacing(path) as whole:
+        draw().savefig(whole, dpi=150)
     print(f"wrote {path}")
 
 

@@ -41,7 +41,7 @@ def add(commands: Any) -> None:
         description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    arguments(parser)
+    add_arguments(parser)
     reports.add(parser)
     parser.add_argument(
         "--watch",
@@ -53,7 +53,7 @@ def add(commands: Any) -> None:
     parser.set_defaults(run=_command_of, mutants=0)
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what says which modules are compared, and how."""
     parser.add_argument("flax", metavar="FLAX", help="spec of the JAX side, such as port.py:Model")
     parser.add_argument("torch", metavar="TORCH", nargs="?", help="spec of the PyTorch side")
@@ -121,7 +121,7 @@ def _compare(options: argparse.Namespace) -> int:
 
     # x64 is on before a factory builds any table or constant.
     with on_cpu(), reports.whole_export(options):
-        report = reported(request, options)
+        report = make_report(request, options)
     unwritten = reports.write([report], options, of_a_table=False)
     if options.standby:
         assert report.request is not None, "the command sets it"
@@ -132,7 +132,7 @@ def _compare(options: argparse.Namespace) -> int:
     return EXIT_CODES["not compared" if unwritten else report.state]
 
 
-def reported(request: Request, options: argparse.Namespace) -> Report:
+def make_report(request: Request, options: argparse.Namespace) -> Report:
     """Return the report, or one that says what stopped the comparison."""
     from flax_attn.convert import ConversionError
     from flax_attn.parity.adapters.adapter import PairingError
@@ -195,7 +195,7 @@ def _journal(request: Request) -> Iterator[Journal | None]:
     asked = json.dumps([asdict(request), environment()], sort_keys=True)
     key = hashlib.sha256(asked.encode()).hexdigest()[:16]
     try:
-        journal = Journal(common.cache() / "journals" / f"{key}.json")
+        journal = Journal(common.cache_folder() / "journals" / f"{key}.json")
         journal.path.parent.mkdir(parents=True, exist_ok=True)
     except (OSError, RuntimeError) as error:  # no home, or one that cannot be written to
         print(

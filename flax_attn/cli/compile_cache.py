@@ -1,7 +1,5 @@
 """Where the command line keeps compiled programs: the next start loads them."""
 
-from __future__ import annotations
-
 import hashlib
 import platform
 import sys
@@ -43,7 +41,9 @@ def directory() -> Path:
     Programs compiled for another processor may not run here.
     """
     # The programs of a shared home directory may come from machines of several kinds.
-    return common.cache() / "programs" / hashlib.sha256(_processor().encode()).hexdigest()[:16]
+    return (
+        common.cache_folder() / "programs" / hashlib.sha256(_processor().encode()).hexdigest()[:16]
+    )
 
 
 def _processor() -> str:

@@ -1,7 +1,5 @@
 """`flax-attn device-check`: judge and time every backend on the device at hand."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from typing import Any

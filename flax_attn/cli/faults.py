@@ -1,7 +1,5 @@
 """`flax-attn faults`: patch every known porting fault into the PyTorch side, and detect it."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from typing import Any

@@ -1,7 +1,5 @@
 """`flax-attn generate`: text from a checkpoint folder."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -12,7 +10,7 @@ from typing import Any
 
 from attn_spec.hugging_face.fields import NOTHING_DOWNLOADED
 from flax_attn.cli import common, compile_cache
-from flax_attn.cli.common import UsageError
+from flax_attn.cli.common import UsageError, usage_errors
 from flax_attn.cli.startup import Startup
 
 
@@ -83,18 +81,16 @@ def _generate(options: argparse.Namespace) -> int:
     prompt = _ids_of(tokenizer, _text(options.prompt))
     startup = Startup()
     printer = _Printer(tokenizer, startup)
-    try:
-        began = time.monotonic()
+    began = time.monotonic()
+    with usage_errors(ValueError, OSError):
         model = from_pretrained(
             options.model, param_dtype=options.dtype, dropout=0.0, weights=options.weights
         )
-    except (ValueError, OSError) as error:
-        raise UsageError(str(error)) from None
     startup.load = time.monotonic() - began
     # Some files name an end that is no token of the model.
     size = getattr(model.config, "vocab_size", 0)
     stops = [token for token in stops if 0 <= token < size]
-    try:
+    with usage_errors(ValueError):
         generate(
             model,
             prompt,
@@ -106,8 +102,6 @@ def _generate(options: argparse.Namespace) -> int:
             key=jnp.array([0, options.seed], jnp.uint32) if options.temperature else None,
             callback=printer,
         )
-    except ValueError as error:
-        raise UsageError(str(error)) from None
     printer.close()
     return 0
 
@@ -181,10 +175,8 @@ def _stop_tokens(folder: Path) -> list[int]:
     for path in (folder / "generation_config.json", folder / "config.json"):
         if not path.is_file():
             continue
-        try:
+        with usage_errors(ValueError):
             values = read_object(path)
-        except ValueError as error:
-            raise UsageError(str(error)) from None
         found = values.get("eos_token_id")
         if found is not None:
             return _ids(path, found if isinstance(found, list) else [found])

@@ -1,14 +1,12 @@
 """How every command ends: with an exit code, and one line instead of a traceback."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -26,6 +24,15 @@ _OPTIONAL = ("attnax", "jinja2", "matplotlib", "plotly", "tokenizers", "torch", 
 
 class UsageError(Exception):
     """The command cannot run as it was called; the message says how it can."""
+
+
+@contextmanager
+def usage_errors(*kinds: type[Exception]) -> Iterator[None]:
+    """Raise errors of these kinds as a `UsageError` with their message."""
+    try:
+        yield
+    except kinds as error:
+        raise UsageError(str(error)) from None
 
 
 class Parser(argparse.ArgumentParser):

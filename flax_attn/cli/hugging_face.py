@@ -1,7 +1,5 @@
 """`hf:TYPE`: a small model of a type that the installed transformers has, as the PyTorch side."""
 
-from __future__ import annotations
-
 import difflib
 import importlib
 import re

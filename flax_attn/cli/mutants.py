@@ -26,7 +26,7 @@ def add(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser(
         "mutants", help="say how much a pass of two modules is worth", description=DESCRIPTION
     )
-    compare.arguments(parser)
+    compare.add_arguments(parser)
     parser.add_argument(
         "--count",
         dest="mutants",
@@ -44,7 +44,7 @@ def _mutants(options: argparse.Namespace) -> int:
     from flax_attn.parity.report.state import EXIT_CODES
 
     with on_cpu():
-        report = compare.reported(request, options)
+        report = compare.make_report(request, options)
     if report.mutants is None:
         print(report.explain(), file=sys.stderr)
         return EXIT_CODES[report.state]

@@ -90,11 +90,8 @@ def _parity(options: argparse.Namespace) -> int:
     from flax_attn.convert import ConversionError
     from flax_attn.parity.adapters.adapter import PairingError
 
-    try:
-        with reports.whole_export(options):
-            found = _variants(options)
-    except (PairingError, ConversionError) as error:
-        raise common.UsageError(str(error)) from error
+    with common.usage_errors(PairingError, ConversionError), reports.whole_export(options):
+        found = _variants(options)
     unwritten = reports.write(found, options, of_a_table=True)
     _show(found, in_full=bool(options.check), full=options.full or real)
     for line in unwritten:
@@ -112,7 +109,7 @@ def _variants(options: argparse.Namespace) -> list[Report]:
     from flax_attn.plan.job import parse_mesh
     from flax_attn.proof.run import ProofRun
 
-    try:
+    with common.usage_errors(ValueError):
         mesh = None if options.mesh is None else parse_mesh(options.mesh)
         files = options.export, options.against
         real = options.sizes == "real"
@@ -120,8 +117,6 @@ def _variants(options: argparse.Namespace) -> list[Report]:
         run = ProofRun(options.seed, checks, options.full, *files, mesh, real)
         variants = run.select(options.variant)
         simulated(math.prod((mesh or {}).values()))
-    except ValueError as error:
-        raise common.UsageError(str(error)) from None
     if options.against:
         variants = _recorded(variants, options)
     device = common.device(options.device)

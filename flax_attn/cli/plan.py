@@ -110,11 +110,9 @@ def _plan(options: argparse.Namespace) -> int:
     # Programs for a pod take minutes to compile.
     common.check_writable(options.json)
     status = common.status("reading the model")
-    try:
-        with Loader() as loader, status:
-            found = plan(_job(options, loader), status.update)
-    except (CannotCompareError, ImportError, ValueError, OSError) as error:
-        raise common.UsageError(str(error)) from None
+    refused = common.usage_errors(CannotCompareError, ImportError, ValueError, OSError)
+    with refused, Loader() as loader, status:
+        found = plan(_job(options, loader), status.update)
     _print(found, options.markdown)
     if options.json:
         with replacing(options.json) as whole:
@@ -168,7 +166,7 @@ def _print(plan: Plan, markdown: bool) -> None:
 
     # With its heading, so that one line is a table; `make plan` keeps the first heading alone.
     if markdown:
-        print("\n".join([*report.heading(), report.line(plan)]))
+        print("\n".join([*report.markdown_heading(), report.markdown_row(plan)]))
         return
     console = common.console(120)
     console.print(report.title(plan), style="bold", highlight=False)

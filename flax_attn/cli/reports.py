@@ -55,10 +55,8 @@ def check(options: argparse.Namespace) -> None:
         if Path(path).suffix == ".html":
             from flax_attn.parity.report import page
 
-            try:
+            with common.usage_errors(ImportError):
                 page.check_installed()
-            except ImportError as error:
-                raise common.UsageError(str(error)) from None
 
 
 def write(reports: list[Report], options: argparse.Namespace, of_a_table: bool) -> list[str]:

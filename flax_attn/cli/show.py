@@ -1,7 +1,5 @@
 """`flax-attn show`: attention maps, shapes of all intermediates of a layer, the environment."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 from typing import Any
@@ -61,10 +59,8 @@ def _show(options: argparse.Namespace) -> int:
         raise common.UsageError(
             f"cannot write {options.out}: its suffix says the format, such as .png, .svg or .pdf"
         )
-    try:
+    with common.usage_errors(ValueError):
         layer, tokens, embeddings = _example(options)
-    except ValueError as error:
-        raise common.UsageError(str(error)) from None
     if options.shapes:
         _print_steps(layer, tokens, embeddings)
     if options.out:

@@ -1,7 +1,5 @@
 """`flax-attn skill`: how to port a module and prove it, for programs that write programs."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 from typing import Any

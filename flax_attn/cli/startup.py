@@ -1,7 +1,5 @@
 """What a start costs: from the process to the first token."""
 
-from __future__ import annotations
-
 import os
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`flax-attn compare --watch`: compare again whenever one of the files changes."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Which rule of a layout makes which entry, planned in full before anything is moved."""
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The engine of conversion: invertible rules, and the entries that they make."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

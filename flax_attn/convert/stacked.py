@@ -1,7 +1,5 @@
 """Layers with variables stacked along a first axis, seen one by one, as layouts name them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any

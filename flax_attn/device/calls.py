@@ -1,7 +1,5 @@
 """Small calls, each with another part of the contract, and numbers for calls of any size."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """The whole check of a device, within a time."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 

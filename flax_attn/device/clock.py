@@ -1,7 +1,5 @@
 """How much of the time that was given is left."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Our backends, and beside them the kernels that they wrap or rival, called plainly."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial

@@ -1,7 +1,5 @@
 """What a check of a device found, as JSON and as a page."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Iterable, Sequence

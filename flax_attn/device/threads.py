@@ -1,7 +1,5 @@
 """Tasks on all processors, such as programs to compile."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor

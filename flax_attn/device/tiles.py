@@ -1,7 +1,5 @@
 """Tiles of `fused`, tried on calls of each width, as rows of its table."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import product

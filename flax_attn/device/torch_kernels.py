@@ -1,7 +1,5 @@
 """SDPA and FlexAttention of PyTorch, where it has CUDA."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from functools import partial

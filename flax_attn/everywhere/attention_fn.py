@@ -1,7 +1,5 @@
 """Attention functions that a module was given by its user."""
 
-from __future__ import annotations
-
 import inspect
 from functools import partial
 from typing import Any

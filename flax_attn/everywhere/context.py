@@ -1,7 +1,5 @@
 """The options in use in this thread: a context of JAX, and so a part of the keys of its caches."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import jax

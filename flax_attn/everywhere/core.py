@@ -1,7 +1,5 @@
 """The call of attention that all replacements and adapters make."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

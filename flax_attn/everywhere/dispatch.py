@@ -1,7 +1,5 @@
 """What happens at a place of a target: a call goes to its replacement, or on to the original."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Dropout as other libraries have it, and what is said of it."""
 
-from __future__ import annotations
-
 import warnings
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Rows of a mask that see no key: zeros here, and the mean of all values in other libraries."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool

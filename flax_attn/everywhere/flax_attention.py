@@ -1,7 +1,5 @@
 """Attention with the arguments and the shapes of Flax's functions, in nnx and in Linen."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial

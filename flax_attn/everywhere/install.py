@@ -1,7 +1,5 @@
 """The targets that are imported, redirected for as long as anybody computes attention here."""
 
-from __future__ import annotations
-
 import sys
 import warnings
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ Other libraries pass a causal mask as an array of all queries and keys. A kernel
 mask is causal skips the half that nobody sees, and reads no array.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from jax.core import Tracer

@@ -4,8 +4,6 @@ Each layer of a model makes its mask anew. Two masks that are made by the same o
 program, which is asked once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache

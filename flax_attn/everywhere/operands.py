@@ -1,7 +1,5 @@
 """What replacements ask of the arrays and the layers of other libraries."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax.numpy as jnp

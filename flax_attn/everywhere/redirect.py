@@ -4,8 +4,6 @@ A function is given other code and stays the object that it is: whoever imported
 it as a default argument, reaches the new code too, and the old one again afterwards.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable

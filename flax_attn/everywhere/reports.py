@@ -1,7 +1,5 @@
 """What was computed here and what was not: calls by their place in the user's source."""
 
-from __future__ import annotations
-
 import sys
 import threading
 from collections import Counter

@@ -1,7 +1,5 @@
 """`everywhere`: computes the attention of other libraries here, in a block or in a program."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any

@@ -1,7 +1,5 @@
 """What a target is: the places of a library where attention is computed, and what replaces them."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass

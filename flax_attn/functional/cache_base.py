@@ -1,7 +1,5 @@
 """The base class of caches: how many tokens each row has, and the positions of new ones."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from functools import partial

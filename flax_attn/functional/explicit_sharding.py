@@ -3,8 +3,6 @@
 Only in flax_attn: torch_ref runs on one device.
 """
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec

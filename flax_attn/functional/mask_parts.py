@@ -3,8 +3,6 @@
 `True` means attend, everywhere. Query `i` has position `offset + i`, key `j` has position `j`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 
 import jax.numpy as jnp
@@ -174,7 +172,7 @@ class Segments(MaskPart):
 class Dense(MaskPart):
     """Any boolean array that broadcasts to `(b, n, t, s)`."""
 
-    array: Bool[Array, ...]
+    array: Bool[Array, "..."]
     axes = {"array": ("batch", "heads", None, None)}
 
     def resolve(self, b, n, t, s):

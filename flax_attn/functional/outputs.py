@@ -1,7 +1,5 @@
 """What a call returns that is asked for more than its output."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Generic, TypeVar, no_type_check
 

@@ -69,12 +69,9 @@ class Bert(TextEncoder[BertConfig]):
         x = drop(norm(tok_emb[tokens] + type_emb[token_types] + pos_emb[positions]))
         x = block_i(x) for each i
 
-    The arguments are those of `Encoder`, and a call takes `token_types` beside. `BertModel` of
-    transformers has the same function; where its config names a `pad_token_id`, it leaves the row
-    of that token out of the gradient.
-
-    Raises:
-        ValueError: where its layers do.
+    Arguments and errors are those of `Encoder`, and a call takes `token_types` beside. `BertModel`
+    of transformers has the same function; where its config names a `pad_token_id`, it leaves the
+    row of that token out of the gradient.
 
     Example:
         >>> model = Bert(BertConfig(6, 2, 3, context_length=8, vocab_size=11), rngs=nnx.Rngs(0))
@@ -177,10 +174,8 @@ class BertMaskedLM(Bert):
 
         logits = norm(gelu(dense(x))) @ tok_emb^T + bias
 
-    The arguments are those of `Encoder`; `BertForMaskedLM` of transformers has the same function.
-
-    Raises:
-        ValueError: where its layers do.
+    Arguments and errors are those of `Encoder`; `BertForMaskedLM` of transformers has the same
+    function.
 
     Example:
         >>> config = BertConfig(6, 2, 3, context_length=8, vocab_size=11)

@@ -3,8 +3,6 @@
 Only in flax_attn: PyTorch compiles nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
 from itertools import count, islice

@@ -42,10 +42,7 @@ _OTHERS = (
 class DeepseekV3(Decoder[DeepseekV3Config]):
     """DeepSeek-V3: latent attention, and mixtures of experts in groups beside a shared one.
 
-    The arguments are those of `LanguageModel`.
-
-    Raises:
-        ValueError: where its layers do.
+    Arguments and errors are those of `LanguageModel`.
 
     Example:
         >>> import jax.numpy as jnp

@@ -5,9 +5,7 @@ from typing import Any
 from attn_spec.models.diffllama import DiffLlamaConfig, read, write
 from flax_attn.convert.rules import Rule
 from flax_attn.models.decoder import Decoder
-from flax_attn.models.hugging_face.decoder import (
-    decoder_layout,
-)
+from flax_attn.models.hugging_face.decoder import decoder_layout
 from flax_attn.models.hugging_face.family import Family
 from flax_attn.modules.differential import DifferentialAttention, differential_lambda
 from flax_attn.modules.multi_head import MultiHeadAttention
@@ -21,10 +19,7 @@ _LAMBDAS = tuple(
 class DiffLlama(Decoder[DiffLlamaConfig]):
     """DiffLlama: a Llama with differential attention.
 
-    The arguments are those of `LanguageModel`.
-
-    Raises:
-        ValueError: where its layers do.
+    Arguments and errors are those of `LanguageModel`.
 
     Example:
         >>> import jax.numpy as jnp

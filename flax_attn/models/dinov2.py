@@ -135,10 +135,8 @@ class DINOv2Classifier(DINOv2):
     """DINOv2 with a classifier: the logits of the labels.
 
     A linear layer reads the class token and the mean of the patches. The arguments are those of
-    `Encoder`; `Dinov2ForImageClassification` of transformers has the same function.
-
-    Raises:
-        ValueError: where `DINOv2` does.
+    `Encoder` and the errors those of `DINOv2`; `Dinov2ForImageClassification` of transformers has
+    the same function.
 
     Example:
         >>> config = DINOv2Config(6, 2, 3, image_size=(8, 8), patch_size=(4, 4))

@@ -1,7 +1,5 @@
 """What bidirectional encoders share: blocks in which every token attends to all others."""
 
-from __future__ import annotations
-
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import jax.numpy as jnp
@@ -57,6 +55,9 @@ class Encoder(Pretrained, Generic[C]):
         precision: precision of the matrix products, as in `jax.lax.dot_general`.
         rngs: random streams; parameters are drawn from `params` as `draw` says, keys of dropout
             from `dropout`.
+
+    Raises:
+        ValueError: where its layers do.
     """
 
     config: C

@@ -1,7 +1,5 @@
 """The base of encoder-decoders: a decoder attends to the kept keys and values of an encoder."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any, Generic, Protocol, TypedDict, TypeVar, Unpack, runtime_checkable
 
@@ -96,6 +94,9 @@ class EncoderDecoder(Pretrained, Generic[C]):
     Shapes:
         inputs `(b, s)`, or those of the family, and tokens `(b, t)`, to logits
         `(b, t, vocab_size)`.
+
+    Raises:
+        ValueError: where its layers do.
     """
 
     config: C

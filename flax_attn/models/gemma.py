@@ -8,9 +8,7 @@ from jaxtyping import Array, Integer
 from attn_spec.models.gemma import GemmaConfig, read, write
 from flax_attn.functional.shapes import Tokens
 from flax_attn.models.decoder import Decoder
-from flax_attn.models.hugging_face.decoder import (
-    DECODER_LAYOUT,
-)
+from flax_attn.models.hugging_face.decoder import DECODER_LAYOUT
 from flax_attn.models.hugging_face.family import Family
 from flax_attn.modules.multi_head import MultiHeadAttention
 from flax_attn.modules.norm import RMSNorm
@@ -21,10 +19,7 @@ C = TypeVar("C", bound=GemmaConfig)
 class Gemma(Decoder[C]):
     """Gemma: a Llama with GeGLU, scaled embeddings, and norms with the factor `1 + scale`.
 
-    Embeddings are multiplied by `sqrt(d_model)`. The arguments are those of `LanguageModel`.
-
-    Raises:
-        ValueError: where its layers do.
+    Embeddings are multiplied by `sqrt(d_model)`. Arguments and errors are those of `LanguageModel`.
 
     Example:
         >>> import jax.numpy as jnp

@@ -9,9 +9,7 @@ from attn_spec.models.gemma2 import Gemma2Config, read, write
 from attn_spec.scores import Scores
 from flax_attn.functional.dtypes import accumulation_dtype
 from flax_attn.models.gemma import Gemma
-from flax_attn.models.hugging_face.decoder import (
-    POST_NORM_LAYOUT,
-)
+from flax_attn.models.hugging_face.decoder import POST_NORM_LAYOUT
 from flax_attn.models.hugging_face.family import Family
 from flax_attn.modules.multi_head import MultiHeadAttention
 
@@ -23,10 +21,8 @@ class Gemma2(Gemma[C]):
 
         logits = logit_cap * tanh(head(final_norm(x)) / logit_cap)
 
-    There are norms before and after the sublayers. The arguments are those of `LanguageModel`.
-
-    Raises:
-        ValueError: where its layers do.
+    There are norms before and after the sublayers. Arguments and errors are those of
+    `LanguageModel`.
 
     Example:
         >>> import jax.numpy as jnp

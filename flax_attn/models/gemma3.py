@@ -12,11 +12,8 @@ from flax_attn.models.hugging_face.family import Family
 class Gemma3(Gemma2[Gemma3Config]):
     """Gemma 3: a Gemma 2 with query and key norms, no caps, and two kinds of rotary positions.
 
-    Layers with a window are rotated by `local_rope`, those without by `rope`. The arguments are
-    those of `LanguageModel`.
-
-    Raises:
-        ValueError: where its layers do.
+    Layers with a window are rotated by `local_rope`, those without by `rope`. Arguments and errors
+    are those of `LanguageModel`.
 
     Example:
         >>> import jax.numpy as jnp

@@ -49,10 +49,7 @@ class GPT2(LanguageModel[GPT2Config]):
         x = block_i(x) for each i
         logits = final_norm(x) @ tok_emb^T
 
-    The arguments are those of `LanguageModel`; `GPT2_CONFIGS` has the published sizes.
-
-    Raises:
-        ValueError: where its layers do.
+    Arguments and errors are those of `LanguageModel`; `GPT2_CONFIGS` has the published sizes.
 
     Example:
         >>> import jax.numpy as jnp

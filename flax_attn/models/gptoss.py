@@ -17,10 +17,7 @@ from flax_attn.modules.router import Router
 class GptOss(Decoder[GptOssConfig]):
     """gpt-oss: attention sinks, windows and full layers in turn, and mixtures of experts.
 
-    The experts have a clamped SwiGLU. The arguments are those of `LanguageModel`.
-
-    Raises:
-        ValueError: where its layers do.
+    The experts have a clamped SwiGLU. Arguments and errors are those of `LanguageModel`.
 
     Example:
         >>> import jax.numpy as jnp

@@ -1,7 +1,5 @@
 """The base of decoder-only language models: embedding, blocks, norm and head."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from math import prod
 from typing import Any, Generic, Protocol, TypedDict, TypeVar, Unpack, runtime_checkable
@@ -86,6 +84,9 @@ class LanguageModel(Pretrained, Generic[C]):
 
     Shapes:
         tokens `(b, t)` or `(t,)` to logits `(b, t, vocab_size)` or `(t, vocab_size)`.
+
+    Raises:
+        ValueError: where its layers do.
     """
 
     config: C

@@ -3,8 +3,6 @@
 Only in flax_attn: it saves compiling.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 

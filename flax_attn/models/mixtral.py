@@ -14,10 +14,7 @@ from flax_attn.modules.router import Router
 class Mixtral(Decoder[MixtralConfig]):
     """Mixtral: a Llama whose feed-forward layers are mixtures of SwiGLU experts.
 
-    The arguments are those of `LanguageModel`.
-
-    Raises:
-        ValueError: where its layers do.
+    Arguments and errors are those of `LanguageModel`.
 
     Example:
         >>> import jax.numpy as jnp

@@ -58,11 +58,8 @@ class ModernBert(TextEncoder[ModernBertConfig]):
         x = x + att(norm1(x)), x = x + ff(norm2(x)) in each block
         final_norm(x)
 
-    The first block has no norm before its attention. The arguments are those of `Encoder`;
+    The first block has no norm before its attention. Arguments and errors are those of `Encoder`;
     `ModernBertModel` of transformers has the same function.
-
-    Raises:
-        ValueError: where its layers do.
 
     Example:
         >>> import jax.numpy as jnp
@@ -139,11 +136,8 @@ class ModernBertMaskedLM(ModernBert):
 
         logits = norm(gelu(dense(x))) @ tok_emb^T + bias
 
-    The arguments are those of `Encoder`; `ModernBertForMaskedLM` of transformers has the same
-    function.
-
-    Raises:
-        ValueError: where its layers do.
+    Arguments and errors are those of `Encoder`; `ModernBertForMaskedLM` of transformers has the
+    same function.
 
     Example:
         >>> import jax.numpy as jnp

@@ -4,9 +4,7 @@ from typing import Any
 
 from attn_spec.models.olmo2 import Olmo2Config, read, write
 from flax_attn.models.decoder import Decoder
-from flax_attn.models.hugging_face.decoder import (
-    POST_NORM_LAYOUT,
-)
+from flax_attn.models.hugging_face.decoder import POST_NORM_LAYOUT
 from flax_attn.models.hugging_face.family import Family
 from flax_attn.modules.multi_head import MultiHeadAttention
 
@@ -16,10 +14,8 @@ class Olmo2(Decoder[Olmo2Config]):
 
         x = x + post_norm1(att(x));  x = x + post_norm2(ff(x))
 
-    Queries and keys are normed over all heads together. The arguments are those of `LanguageModel`.
-
-    Raises:
-        ValueError: where its layers do.
+    Queries and keys are normed over all heads together. Arguments and errors are those of
+    `LanguageModel`.
 
     Example:
         >>> import jax.numpy as jnp

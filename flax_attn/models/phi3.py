@@ -19,10 +19,7 @@ def _fused(ours: tuple[str, ...], theirs: str) -> Rule:
 class Phi3(Decoder[Phi3Config]):
     """Phi-3: a Llama that may rotate a part of each head.
 
-    Its projections are fused in the files. The arguments are those of `LanguageModel`.
-
-    Raises:
-        ValueError: where its layers do.
+    Its projections are fused in the files. Arguments and errors are those of `LanguageModel`.
 
     Example:
         >>> import jax.numpy as jnp

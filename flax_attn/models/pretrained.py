@@ -3,8 +3,6 @@
 Only in flax_attn: PyTorch has transformers.
 """
 
-from __future__ import annotations
-
 from os import PathLike
 from typing import Any, ClassVar, TypeVar, Unpack
 

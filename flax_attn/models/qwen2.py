@@ -4,9 +4,7 @@ from typing import Any
 
 from attn_spec.models.qwen2 import Qwen2Config, read, write
 from flax_attn.models.decoder import Decoder
-from flax_attn.models.hugging_face.decoder import (
-    DECODER_LAYOUT,
-)
+from flax_attn.models.hugging_face.decoder import DECODER_LAYOUT
 from flax_attn.models.hugging_face.family import Family
 from flax_attn.modules.multi_head import MultiHeadAttention
 
@@ -14,10 +12,7 @@ from flax_attn.modules.multi_head import MultiHeadAttention
 class Qwen2(Decoder[Qwen2Config]):
     """Qwen2: a Llama with biases of queries, keys and values, and windows in some layers.
 
-    The arguments are those of `LanguageModel`.
-
-    Raises:
-        ValueError: where its layers do.
+    Arguments and errors are those of `LanguageModel`.
 
     Example:
         >>> import jax.numpy as jnp

@@ -4,9 +4,7 @@ from typing import Any
 
 from attn_spec.models.qwen3 import Qwen3Config, read, write
 from flax_attn.models.decoder import Decoder
-from flax_attn.models.hugging_face.decoder import (
-    DECODER_LAYOUT,
-)
+from flax_attn.models.hugging_face.decoder import DECODER_LAYOUT
 from flax_attn.models.hugging_face.family import Family
 from flax_attn.modules.multi_head import MultiHeadAttention
 
@@ -14,10 +12,7 @@ from flax_attn.modules.multi_head import MultiHeadAttention
 class Qwen3(Decoder[Qwen3Config]):
     """Qwen3: a Llama with query and key norms in each head, and windows in some layers.
 
-    The arguments are those of `LanguageModel`.
-
-    Raises:
-        ValueError: where its layers do.
+    Arguments and errors are those of `LanguageModel`.
 
     Example:
         >>> import jax.numpy as jnp

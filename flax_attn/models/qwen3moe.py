@@ -15,10 +15,7 @@ from flax_attn.modules.router import Router
 class Qwen3Moe(Qwen3):
     """Qwen3 with mixtures of experts: a `Qwen3` in all but its feed-forward layers.
 
-    The arguments are those of `LanguageModel`.
-
-    Raises:
-        ValueError: where its layers do.
+    Arguments and errors are those of `LanguageModel`.
 
     Example:
         >>> import jax.numpy as jnp

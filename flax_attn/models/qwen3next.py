@@ -38,10 +38,7 @@ class Qwen3Next(Qwen3Moe):
     """Qwen3-Next: Gated DeltaNet in most layers, gated softmax attention in some.
 
     The mixtures of experts have a shared expert. Norms have the factor `1 + scale`, except those
-    within a DeltaNet. The arguments are those of `LanguageModel`.
-
-    Raises:
-        ValueError: where its layers do.
+    within a DeltaNet. Arguments and errors are those of `LanguageModel`.
 
     Example:
         >>> import jax.numpy as jnp

@@ -2,9 +2,7 @@
 
 from attn_spec.models.smollm3 import SmolLM3Config, read, write
 from flax_attn.functional.positions import RoPE
-from flax_attn.models.hugging_face.decoder import (
-    DECODER_LAYOUT,
-)
+from flax_attn.models.hugging_face.decoder import DECODER_LAYOUT
 from flax_attn.models.hugging_face.family import Family
 from flax_attn.models.llama import Llama
 
@@ -12,10 +10,7 @@ from flax_attn.models.llama import Llama
 class SmolLM3(Llama[SmolLM3Config]):
     """SmolLM3: a Llama without rotary positions in every fourth layer, and windows in some.
 
-    The arguments are those of `LanguageModel`.
-
-    Raises:
-        ValueError: where its layers do.
+    Arguments and errors are those of `LanguageModel`.
 
     Example:
         >>> import jax.numpy as jnp

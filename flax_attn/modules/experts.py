@@ -1,7 +1,5 @@
 """The experts of a mixture: gated feed-forward layers of equal shape, their weights stacked."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial

@@ -3,8 +3,6 @@
 Only in flax_attn: it saves work.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import jax

@@ -20,11 +20,8 @@ class KimiDeltaAttention(DeltaAttention):
         decay(x) = -exp(A_log) * softplus(x W_decay_down W_decay_up + dt_bias)
         gate(x) = sigmoid(x W_gate_down W_gate_up)
 
-    Both projections have the rank of a head's width. The arguments are those of `DeltaAttention`,
-    which states the rest of the formula.
-
-    Raises:
-        ValueError: where `DeltaAttention` does.
+    Both projections have the rank of a head's width. Arguments and errors are those of
+    `DeltaAttention`, which states the rest of the formula.
 
     Example:
         >>> import jax.numpy as jnp

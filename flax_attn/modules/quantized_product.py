@@ -3,8 +3,6 @@
 Only in flax_attn: PyTorch widens the matrix, and multiplies then.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -8,8 +8,6 @@ block after another, and NumPy draws small ones, to the same bits.
 Only in flax_attn: PyTorch compiles nothing.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a compiled program computes, and what it moves to and from memory, on one device."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from math import prod

@@ -1,7 +1,5 @@
 """Estimates of what would fit where a job does not, from compiled programs and model shapes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -10,7 +8,7 @@ from typing import Any
 
 from flax_attn.plan.job import Job
 from flax_attn.plan.phases import Phase
-from flax_attn.plan.placement import Held, held
+from flax_attn.plan.placement import Held, held_bytes
 from flax_attn.plan.topology import Topology
 
 # The most devices that are suggested.
@@ -128,7 +126,7 @@ _CHANGES: tuple[tuple[str, Callable[[Job], Job | None]], ...] = (
 
 def _peak(job: Job, now: Held, phase: Phase, changed: Job) -> int:
     """Return the bytes of the changed job: what it holds, and the rest scaled like activations."""
-    then = held(changed)
+    then = held_bytes(changed)
     activations = max(0, phase.peak - now.total - now.gradients)
     ratio = _activations(changed) / _activations(job)
     return then.total + then.gradients + round(activations * ratio)

@@ -1,7 +1,5 @@
 """Compiled programs, read from the text that XLA prints: instructions, and how often each runs."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

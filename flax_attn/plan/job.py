@@ -1,7 +1,5 @@
 """What is planned: a model, a batch of tokens, and how both lie on the chips."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field

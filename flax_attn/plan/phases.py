@@ -1,7 +1,5 @@
 """The programs of a job, compiled for its devices: a training step, or a prompt and one token."""
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """A model of shapes, its optimizer and its inputs on a mesh: how much of each is on one device."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -59,7 +57,7 @@ class Held:
         return self.parameters + self.optimizer + self.cache
 
 
-def held(job: Job) -> Held:
+def held_bytes(job: Job) -> Held:
     """Return what a device holds of a job; no devices are needed."""
     mesh = AbstractMesh(tuple(job.mesh.values()), tuple(job.mesh))
     model = model_on(job, mesh)

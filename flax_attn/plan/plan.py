@@ -1,7 +1,5 @@
 """A job planned: what a device holds, its programs, whether they fit, and what would."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -9,7 +7,7 @@ from typing import Any
 from flax_attn.plan.estimate import SuggestedChange, changes
 from flax_attn.plan.job import Job
 from flax_attn.plan.phases import Phase, compiled
-from flax_attn.plan.placement import Held, held
+from flax_attn.plan.placement import Held, held_bytes
 
 
 @dataclass(frozen=True)
@@ -81,7 +79,7 @@ def plan(job: Job, tell: Callable[[str], object] = lambda step: None) -> Plan:
     """
     with job.table():
         tell(f"building {job.name} from shapes")
-        now = held(job)
+        now = held_bytes(job)
         return _with_changes(Plan(job, now, compiled(job, now, tell)))
 
 

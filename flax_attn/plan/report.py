@@ -1,7 +1,5 @@
 """A plan as tables: of memory, of what is sent, of time; and as one line of Markdown."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -44,7 +42,7 @@ def tables(plan: Plan) -> Iterator[Table]:
     yield memory(plan)
     for phase in plan.phases:
         if phase.compiled:
-            yield sent(plan, phase)
+            yield sent(phase)
             yield times(plan, phase)
     if plan.changes:
         yield would_fit(plan)
@@ -101,7 +99,7 @@ def verdict(plan: Plan) -> str:
     }[plan.fits]
 
 
-def sent(plan: Plan, phase: Phase) -> Table:
+def sent(phase: Phase) -> Table:
     """Return the collectives of a program."""
     title = f"Sent by one device in a {phase.name}"
     table = _table(["collective", "over"], ["count", "bytes"], title)
@@ -156,12 +154,12 @@ def would_fit(plan: Plan) -> Table:
     return table
 
 
-def heading() -> list[str]:
-    """Return the first two lines of a table in Markdown, whose other lines are those of `line`."""
+def markdown_heading() -> list[str]:
+    """Return the first two lines of a Markdown table of `markdown_row`s."""
     return [f"| {' | '.join(COLUMNS)} |", f"|{' --- |' * len(COLUMNS)}"]
 
 
-def line(plan: Plan) -> str:
+def markdown_row(plan: Plan) -> str:
     """Return a plan as a line of a table in Markdown."""
     job, phase, chip = plan.job, plan.largest, plan.job.topology.chip
     limit = "unknown" if chip.memory is None else size(chip.memory)

@@ -1,7 +1,5 @@
 """The chips that a program is compiled for, by a name such as `v5e:16x16`."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

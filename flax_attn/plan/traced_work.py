@@ -1,7 +1,5 @@
 """The operations of a function, read off its traced program."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from math import prod
 from typing import Any

@@ -1,7 +1,5 @@
 """The operations of the programs of a job, on all devices together."""
 
-from __future__ import annotations
-
 from flax import nnx
 
 from flax_attn.modules.work import Work, work

@@ -1,7 +1,5 @@
 """Compiled against eager execution at a size of real use, once for each kind of module."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 

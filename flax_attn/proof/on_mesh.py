@@ -1,7 +1,5 @@
 """Rows of the table on a mesh: over which of its axes each is split, and which cannot be."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any

@@ -1,7 +1,5 @@
 """Where the arrays of a row of the table lie on the mesh in use."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import jax

@@ -1,7 +1,5 @@
 """Each variant of the table as a pair of modules, and the report on it."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path

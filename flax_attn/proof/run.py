@@ -1,7 +1,5 @@
 """Rows of the table run one by one, or from several processes: on one device, or on a mesh."""
 
-from __future__ import annotations
-
 import multiprocessing
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -3,8 +3,6 @@
 Each device computes its own rows, heads and tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """The mesh axes that each axis of an array is split over: a table from names to mesh axes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain

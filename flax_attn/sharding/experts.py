@@ -1,7 +1,5 @@
 """Experts over a mesh: each device runs its experts on its tokens, and the results are summed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial

@@ -1,7 +1,5 @@
 """Which backend runs a call, on one device or on each device of a mesh, and why no other does."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import takewhile

@@ -1,7 +1,5 @@
 """Which backend runs each attention call of a layer, a model or a function."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from inspect import ismethod

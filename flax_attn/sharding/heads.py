@@ -1,7 +1,5 @@
 """A function of rows and heads over a mesh: each device computes its own, over all tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 

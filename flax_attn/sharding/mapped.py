@@ -1,7 +1,5 @@
 """`jax.shard_map` for functions of arrays that lie on a mesh."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection
 from typing import Any, TypeVar
 

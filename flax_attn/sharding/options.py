@@ -1,7 +1,5 @@
 """Options of attention over divided tokens: the strategy, the balance, the order of the tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """The names of the axes of a parameter: those it has, as Flax's rules read them, or a default."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Sequence
 from itertools import chain
 from typing import Any, TypeVar

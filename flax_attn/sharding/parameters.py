@@ -1,7 +1,5 @@
 """The shardings of parameters on a mesh, from the names of their axes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, TypeVar
 

@@ -3,8 +3,6 @@
 It says which mesh axes the batch, heads, queries and keys of the call are split over.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from math import gcd, lcm
 from typing import Any

@@ -9,8 +9,6 @@ References:
     Brandon et al. 2023, "Striped Attention" (arXiv:2311.09431).
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """How pieces of the keys travel around a ring of devices, and which of them each device needs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product

@@ -1,7 +1,5 @@
 """The table of how a model is split over a mesh, and the warning about what is not."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass

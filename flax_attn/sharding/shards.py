@@ -1,7 +1,5 @@
 """What one device has of an attention call."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from typing import Any
 

@@ -3,8 +3,6 @@
 Keys are gathered or passed on, or heads are divided instead of tokens.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from math import gcd
 from typing import Any

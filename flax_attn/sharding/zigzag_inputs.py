@@ -1,7 +1,5 @@
 """Tokens of a batch in the order in which attention takes them, put in it once for all layers."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array

@@ -4,8 +4,6 @@ With P devices a sequence is cut into 2 P pieces of equal size. Device i has an 
 a late one, 2 P - 1 - i.
 """
 
-from __future__ import annotations
-
 from typing import Any, TypeVar
 
 import jax

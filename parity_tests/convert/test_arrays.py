@@ -8,6 +8,7 @@ from flax import nnx
 
 import flax_attn
 from flax_attn import convert
+from flax_attn.convert import ConversionError
 
 SHAPES = {"dense": {"kernel": (5, 3), "bias": (3,)}, "norm": {"scale": (3,)}}
 
@@ -74,7 +75,7 @@ def test_axes_that_no_shape_gives():
     back = convert.from_layout(theirs, "flax", like=ours, axes=axes)
     assert all((array == np.asarray(ours[name])).all() for name, array in back.items())
     with pytest.raises(
-        convert.ConversionError,
+        ConversionError,
         match=r"W_query.kernel of shape \(6, 8\) does not read as 'i \(n h\)'",
     ):
         convert.to_layout(ours, "flax")
@@ -83,7 +84,7 @@ def test_axes_that_no_shape_gives():
 def test_one_error_names_everything():
     theirs = convert.to_layout(weights(), "torch")
     theirs["dense.weights"] = theirs.pop("dense.weight")
-    with pytest.raises(convert.ConversionError) as caught:
+    with pytest.raises(ConversionError) as caught:
         convert.from_layout(theirs, convert.LAYOUTS["torch"], like=weights(), what="the head")
     assert str(caught.value).splitlines() == [
         "these weights do not fit the head in the layout given:",
@@ -94,7 +95,7 @@ def test_one_error_names_everything():
 
 def test_what_is_no_number_is_named():
     with pytest.raises(
-        convert.ConversionError, match=r"norm\.scale must hold real numbers; got dtype bool"
+        ConversionError, match=r"norm\.scale must hold real numbers; got dtype bool"
     ):
         convert.to_layout({"norm": {"scale": np.ones(3, bool)}}, "torch")
 

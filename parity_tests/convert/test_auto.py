@@ -12,17 +12,12 @@ import flax_attn
 from flax_attn import convert
 from parity_tests.asserts import assert_near
 
+pytestmark = pytest.mark.usefixtures("usual_promotion")
+
 D, HEADS, HIDDEN, CLASSES = 8, 2, 20, 7
 F64 = {"param_dtype": jnp.float64}
 R = nnx.Rngs(0)
 NORM = {"epsilon": 1e-5, "use_fast_variance": False, "rngs": R, **F64}
-
-
-@pytest.fixture(autouse=True)
-def usual_promotion():
-    """Let Flax's own layers promote as they do."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
 
 
 def randomised(module, seed=0):

@@ -10,17 +10,12 @@ from torch import nn
 
 from flax_attn import convert
 
+pytestmark = pytest.mark.usefixtures("usual_promotion")
+
 D, CLASSES = 8, 7
 F64 = {"param_dtype": jnp.float64}
 R = nnx.Rngs(0)
 NORM = {"epsilon": 1e-5, "use_fast_variance": False, "rngs": R, **F64}
-
-
-@pytest.fixture(autouse=True)
-def usual_promotion():
-    """Let Flax's own layers promote as they do."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
 
 
 def conv(d_in, d_out, size, strides=1):

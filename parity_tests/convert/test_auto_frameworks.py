@@ -14,16 +14,11 @@ import torch_ref
 from flax_attn import convert
 from flax_attn.parity import tolerance
 
+pytestmark = pytest.mark.usefixtures("usual_promotion")
+
 D, HEADS, HIDDEN = 8, 2, 20
 F64 = {"param_dtype": jnp.float64}
 R = nnx.Rngs(0)
-
-
-@pytest.fixture(autouse=True)
-def usual_promotion():
-    """Let Flax's own layers promote as they do."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
 
 
 def randomised(module):

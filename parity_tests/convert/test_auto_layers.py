@@ -1,6 +1,5 @@
 """`convert.auto` on layers with kernels of more than two axes, or transposed: equal outputs."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -12,15 +11,10 @@ from transformers.pytorch_utils import Conv1D
 from flax_attn import convert
 from parity_tests.asserts import assert_near
 
+pytestmark = pytest.mark.usefixtures("usual_promotion")
+
 B, T, D, HEADS, WIDTH, HIDDEN = 3, 5, 8, 2, 4, 7
 F64 = {"param_dtype": jnp.float64, "rngs": nnx.Rngs(0)}
-
-
-@pytest.fixture(autouse=True)
-def usual_promotion():
-    """Let Flax's own layers promote as they do."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
 
 
 class Mixes(nnx.Module):

@@ -11,6 +11,7 @@ from flax import nnx
 import flax_attn
 import torch_ref
 from flax_attn import convert
+from flax_attn.convert import ConversionError
 
 SIZES = {
     "d_in": 8,
@@ -96,7 +97,7 @@ def test_a_pickle_that_would_run_code_is_refused(tmp_path, save):
     path = tmp_path / "weights.pt"
     save({"weight": torch.ones(2), "more": Hostile()}, path)
     with pytest.raises(
-        convert.ConversionError,
+        ConversionError,
         match=r"not a checkpoint of weights only, and is refused.*run any code",
     ):
         convert.load(module(), path)
@@ -105,7 +106,7 @@ def test_a_pickle_that_would_run_code_is_refused(tmp_path, save):
 
 def test_a_whole_module_is_refused(tmp_path):
     torch.save(torch.nn.Linear(3, 2), tmp_path / "model.pt")
-    with pytest.raises(convert.ConversionError, match=r"Save the state_dict\(\) alone"):
+    with pytest.raises(ConversionError, match=r"Save the state_dict\(\) alone"):
         convert.read_file(tmp_path / "model.pt")
 
 
@@ -116,9 +117,7 @@ def test_a_truncated_safetensors_file(tmp_path, keep):
     path.write_bytes(path.read_bytes()[:keep])
     ours = module(1)
     before = convert.state_dict(ours)
-    with pytest.raises(
-        convert.ConversionError, match=r"w\.safetensors is not a whole safetensors file"
-    ):
+    with pytest.raises(ConversionError, match=r"w\.safetensors is not a whole safetensors file"):
         convert.load(ours, path)
     assert_bits_equal(convert.state_dict(ours), before)
 
@@ -127,7 +126,7 @@ def test_a_truncated_checkpoint(tmp_path):
     path = tmp_path / "w.pt"
     torch.save(torch_ref.MultiHeadAttention(**SIZES).state_dict(), path)
     path.write_bytes(path.read_bytes()[:-50])
-    with pytest.raises(convert.ConversionError, match="refused"):
+    with pytest.raises(ConversionError, match="refused"):
         convert.load(module(), path)
 
 
@@ -141,22 +140,20 @@ def test_an_unknown_suffix(tmp_path):
     path = tmp_path / "weights.npz"
     np.savez(path, weight=np.ones(3))
     with pytest.raises(
-        convert.ConversionError, match=r"read from \.safetensors, \.pt, \.pth or \.bin files; got"
+        ConversionError, match=r"read from \.safetensors, \.pt, \.pth or \.bin files; got"
     ):
         convert.load(module(), path)
-    with pytest.raises(
-        convert.ConversionError, match=r"written as safetensors; got .*npz\. Name the file"
-    ):
+    with pytest.raises(ConversionError, match=r"written as safetensors; got .*npz\. Name the file"):
         convert.save(module(), path)
 
 
 def test_a_refused_layout_leaves_no_file(tmp_path):
-    with pytest.raises(convert.ConversionError, match="grouped queries"):
+    with pytest.raises(ConversionError, match="grouped queries"):
         convert.save(module(num_kv_heads=2), tmp_path / "w.safetensors", "torch_mha")
     assert not list(tmp_path.iterdir())
 
 
 def test_a_file_that_does_not_fit(tmp_path):
     convert.save(module(qkv_bias=False), tmp_path / "w.safetensors")
-    with pytest.raises(convert.ConversionError, match=r"missing W_query\.bias \(8,\)"):
+    with pytest.raises(ConversionError, match=r"missing W_query\.bias \(8,\)"):
         convert.load(module(), tmp_path / "w.safetensors")

@@ -11,6 +11,7 @@ from transformers.models.t5.modeling_t5 import T5Attention
 
 import flax_attn
 from flax_attn import convert
+from flax_attn.convert import ConversionError
 
 BATCH, T, S, HEADS, KV_HEADS, WIDTH = 3, 5, 7, 6, 2, 4
 D = HEADS * WIDTH
@@ -150,7 +151,7 @@ def test_a_layout_refuses_what_its_model_cannot_hold(layout, options, match):
         "qkv_bias": True,
     }
     module = flax_attn.MultiHeadAttention(**arguments | options, causal=False, rngs=nnx.Rngs(0))
-    with pytest.raises(convert.ConversionError, match=match):
+    with pytest.raises(ConversionError, match=match):
         convert.state_dict(module, layout)
 
 
@@ -161,9 +162,7 @@ SCORES = {"scale": 0.5, "soft_cap": 30.0, "sinks": True, "function": max}
 @pytest.mark.parametrize(("name", "value"), SCORES.items())
 def test_scores_that_the_other_layer_does_not_compute_are_refused(layout, name, value):
     module = nnx.eval_shape(lambda: attention(True, scores=flax_attn.Scores(**{name: value})))
-    with pytest.raises(
-        convert.ConversionError, match=rf"scale 1 / sqrt.*no sinks; got .*{name}={value}"
-    ):
+    with pytest.raises(ConversionError, match=rf"scale 1 / sqrt.*no sinks; got .*{name}={value}"):
         convert.state_dict(module, layout)
 
 
@@ -171,7 +170,7 @@ def test_scores_that_the_other_layer_does_not_compute_are_refused(layout, name, 
 def test_rotary_positions_that_the_other_layer_does_not_compute_are_refused(layout):
     module = nnx.eval_shape(lambda: attention(True, rope=flax_attn.RoPE(base=500.0)))
     with pytest.raises(
-        convert.ConversionError, match=r"it has no rotary positions; got rope=RoPE\(base=500\.0"
+        ConversionError, match=r"it has no rotary positions; got rope=RoPE\(base=500\.0"
     ):
         convert.state_dict(module, layout)
 

@@ -9,6 +9,7 @@ from flax import nnx
 import flax_attn
 import torch_ref
 from flax_attn import convert
+from flax_attn.convert import ConversionError
 from flax_attn.parity import tolerance
 
 HEADS, WIDTH = 4, 2
@@ -256,26 +257,22 @@ def test_a_layout_refuses_what_it_cannot_hold(layout, options, match):
         "qkv_bias": True,
     }
     module = flax_attn.MultiHeadAttention(**arguments | options, rngs=nnx.Rngs(0))
-    with pytest.raises(convert.ConversionError, match=match):
+    with pytest.raises(ConversionError, match=match):
         convert.state_dict(module, layout)
-    with pytest.raises(convert.ConversionError, match=match):
+    with pytest.raises(ConversionError, match=match):
         convert.load_state_dict(module, {}, layout)
 
 
 @pytest.mark.parametrize("layout", ["torch_mha", "hf_gpt2", "hf_llama", "hf_bert", "hf_t5", "flax"])
 def test_a_single_head_is_refused(layout):
-    with pytest.raises(
-        convert.ConversionError, match=r"SelfAttention cannot be stored.*output projection"
-    ):
+    with pytest.raises(ConversionError, match=r"SelfAttention cannot be stored.*output projection"):
         convert.state_dict(flax_attn.SelfAttention(3, 2, rngs=nnx.Rngs(0)), layout)
 
 
 def test_a_refusal_says_where():
     att = flax_attn.MultiHeadAttention(D, D, 9, 0.0, 4, True, num_kv_heads=2, rngs=nnx.Rngs(0))
     block = flax_attn.TransformerBlock(att, flax_attn.FeedForward(D, rngs=nnx.Rngs(0)), None, None)
-    with pytest.raises(
-        convert.ConversionError, match=r"att \(MultiHeadAttention\) cannot be stored"
-    ):
+    with pytest.raises(ConversionError, match=r"att \(MultiHeadAttention\) cannot be stored"):
         convert.state_dict(block, "torch_mha")
 
 
@@ -286,6 +283,6 @@ def test_unknown_layout():
         lambda: convert.load_state_dict(module, {}, "onnx"),
     ):
         with pytest.raises(
-            convert.ConversionError, match=r"one of 'torch_ref', .*, a Layout or .*; got 'onnx'"
+            ConversionError, match=r"one of 'torch_ref', .*, a Layout or .*; got 'onnx'"
         ):
             act()

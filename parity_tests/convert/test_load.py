@@ -10,6 +10,7 @@ from flax import nnx, traverse_util
 import flax_attn
 import torch_ref
 from flax_attn import convert
+from flax_attn.convert import ConversionError
 from flax_attn.proof.variants import select
 
 SIZES = {
@@ -127,7 +128,7 @@ def test_a_prefix_both_ways(layout):
         (array == state[f"a.b.{name}"]).all()
         for name, array in convert.state_dict(fresh, layout).items()
     )
-    with pytest.raises(convert.ConversionError, match=r"no entry starts with the prefix 'a.c.'"):
+    with pytest.raises(ConversionError, match=r"no entry starts with the prefix 'a.c.'"):
         convert.load_state_dict(fresh, state, layout, prefix="a.c.")
 
 
@@ -182,7 +183,7 @@ def test_one_error_names_everything():
     state["out_proj.weight"] = state["out_proj.weight"][:5]
     del state["W_value.bias"]
     state["rotary.inv_freq"] = np.zeros(4)
-    with pytest.raises(convert.ConversionError) as caught:
+    with pytest.raises(ConversionError) as caught:
         convert.load_state_dict(layer, state)
     assert str(caught.value).splitlines() == [
         "these weights do not fit MultiHeadAttention in the layout 'torch_ref':",
@@ -201,7 +202,7 @@ def test_a_module_is_unchanged_on_error_in_every_layout(layout):
     before, state = convert.state_dict(layer), convert.state_dict(layer, layout)
     state = {name: array + 1 for name, array in state.items()}
     state[next(reversed(state))] = np.zeros(1)
-    with pytest.raises(convert.ConversionError, match="mis-shaped"):
+    with pytest.raises(ConversionError, match="mis-shaped"):
         convert.load_state_dict(layer, state, layout)
     assert all((array == before[name]).all() for name, array in convert.state_dict(layer).items())
 
@@ -210,18 +211,18 @@ def test_a_transposed_kernel_is_mis_shaped():
     state = numpy_weights()
     state["W_query.weight"] = state["W_query.weight"].T
     with pytest.raises(
-        convert.ConversionError,
+        ConversionError,
         match=r"mis-shaped W_query\.weight: expected \(8, 6\), got \(6, 8\)",
     ):
         convert.load_state_dict(module(), state)
 
 
 def test_conversion_errors_are_value_errors():
-    assert issubclass(convert.ConversionError, ValueError)
+    assert issubclass(ConversionError, ValueError)
 
 
 def test_a_bias_too_many_is_not_dropped_in_silence():
-    with pytest.raises(convert.ConversionError, match=r"unexpected W_query\.bias \(8,\)"):
+    with pytest.raises(ConversionError, match=r"unexpected W_query\.bias \(8,\)"):
         convert.load_state_dict(module(qkv_bias=False), numpy_weights())
 
 

@@ -7,6 +7,7 @@ from flax import nnx
 
 import flax_attn
 from flax_attn import convert
+from flax_attn.convert import ConversionError
 from flax_attn.convert.planning import plan
 from flax_attn.convert.rules import Entry, Layout, Rule
 
@@ -46,7 +47,7 @@ def test_a_placeholder_is_one_part_of_a_name_and_is_carried_over():
     ],
 )
 def test_a_placeholder_is_no_more_and_no_less_than_one_part(name):
-    with pytest.raises(convert.ConversionError, match=rf"no place for {name} \(3,\)"):
+    with pytest.raises(ConversionError, match=rf"no place for {name} \(3,\)"):
         names({name: (3,)}, Rule(("blocks.{i}.kernel",), "{i}.weight"))
 
 
@@ -60,7 +61,7 @@ def test_placeholders_may_change_places():
 
 
 def test_the_parts_of_an_entry_come_from_one_place():
-    with pytest.raises(convert.ConversionError, match=r"no place for 0.a \(3,\), 1.b \(3,\)"):
+    with pytest.raises(ConversionError, match=r"no place for 0.a \(3,\), 1.b \(3,\)"):
         names({"0.a": (3,), "1.b": (3,)}, Rule(("{i}.a", "{i}.b"), "{i}.c"))
 
 
@@ -75,16 +76,14 @@ def test_the_parts_of_an_entry_come_from_one_place():
     ],
 )
 def test_a_rule_that_cannot_be_read_both_ways(ours, theirs):
-    with pytest.raises(
-        convert.ConversionError, match=r"has the same placeholders, each once; got .* and "
-    ):
+    with pytest.raises(ConversionError, match=r"has the same placeholders, each once; got .* and "):
         Rule(ours, theirs)
 
 
 def test_two_parameters_of_one_entry_are_refused():
     rules = (Rule(("a",), "c"), Rule(("b",), "c"), Rule(("d", "e"), "f"))
     with pytest.raises(
-        convert.ConversionError, match=r"makes c of a, and of b; x.c of x.a, and of x.b. Rename one"
+        ConversionError, match=r"makes c of a, and of b; x.c of x.a, and of x.b. Rename one"
     ):
         names({"a": (3,), "b": (3,), "d": (2,), "e": (2,), "x.a": (3,), "x.b": (3,)}, *rules)
 
@@ -186,13 +185,13 @@ def test_rules_alone_are_a_layout_of_a_whole_model(tmp_path):
 
 
 def test_rules_that_leave_a_parameter_out():
-    with pytest.raises(convert.ConversionError, match=r"no place for temperature \(\)"):
+    with pytest.raises(ConversionError, match=r"no place for temperature \(\)"):
         convert.state_dict(Scaled(), [Rule(("tower.{i}.W_{name}.kernel",), "h.{i}.{name}")])
 
 
 @pytest.mark.parametrize("layout", [3, None, ["torch"], "torch_rf"])
 def test_what_is_no_layout(layout, no_shape_checks):
-    with pytest.raises(convert.ConversionError, match=r"a Layout or a sequence of Rules; got"):
+    with pytest.raises(ConversionError, match=r"a Layout or a sequence of Rules; got"):
         convert.as_layout(layout)
 
 
@@ -219,7 +218,7 @@ def test_a_piece_that_is_missing_is_named():
     kernel = np.zeros((3, 2, 5))
     stored = convert.to_layout({"experts.up.kernel": kernel}, [STACKED])
     stored["mlp.experts.3.up.weight"] = stored.pop("mlp.experts.1.up.weight")
-    with pytest.raises(convert.ConversionError) as caught:
+    with pytest.raises(ConversionError) as caught:
         convert.from_layout(stored, [STACKED], {"experts.up.kernel": kernel})
     assert "missing mlp.experts.1.up.weight (5, 2)" in str(caught.value)
     assert "unexpected mlp.experts.3.up.weight (5, 2)" in str(caught.value)
@@ -278,7 +277,5 @@ def test_a_rule_applies_beside_another_parameter_alone():
 
 
 def test_what_stands_beside_has_the_same_placeholders():
-    with pytest.raises(
-        convert.ConversionError, match="if each of its names has the same placeholders"
-    ):
+    with pytest.raises(ConversionError, match="if each of its names has the same placeholders"):
         Rule(("{i}.out",), "{i}.linear", beside="A_log")

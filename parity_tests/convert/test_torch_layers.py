@@ -1,6 +1,5 @@
 """Plain Flax layers and the torch.nn layers of the same names, alone and put together."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -9,20 +8,15 @@ from flax import nnx
 
 import flax_attn
 from flax_attn import convert
-from flax_attn.convert import Rule
+from flax_attn.convert import ConversionError, Rule
+
+pytestmark = pytest.mark.usefixtures("usual_promotion")
 
 F64 = {"param_dtype": jnp.float64, "rngs": nnx.Rngs(0)}
 
 
 def channels_last(x):
     return np.moveaxis(x, 1, -1)
-
-
-@pytest.fixture(autouse=True)
-def usual_promotion():
-    """Let Flax's own layers promote as they do."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
 
 
 LAYERS = {
@@ -123,9 +117,9 @@ def test_a_shift_beside_a_bias_is_ambiguous():
         r"an entry is made once; this layout makes norm.bias of norm.shift, and of norm.bias\."
         r" Rename one"
     )
-    with pytest.raises(convert.ConversionError, match=message):
+    with pytest.raises(ConversionError, match=message):
         convert.state_dict(Norms(), "torch")
-    with pytest.raises(convert.ConversionError, match=message):
+    with pytest.raises(ConversionError, match=message):
         convert.load_state_dict(
             Norms(), {"norm.weight": np.ones(5), "norm.bias": np.ones(5)}, "torch"
         )
@@ -145,7 +139,7 @@ def test_a_shift_beside_a_bias_is_ambiguous():
 )
 def test_other_kernels_are_refused(layer, name):
     with pytest.raises(
-        convert.ConversionError, match=rf"{name} cannot be stored.*For nnx.MultiHeadAttention take"
+        ConversionError, match=rf"{name} cannot be stored.*For nnx.MultiHeadAttention take"
     ):
         convert.state_dict(layer(), "torch")
 
@@ -172,11 +166,11 @@ def test_running_statistics_cross_both_ways():
 
 
 def test_statistics_are_not_lost_in_silence():
-    with pytest.raises(convert.ConversionError, match=r"no place for mean \(5,\), var \(5,\)"):
+    with pytest.raises(ConversionError, match=r"no place for mean \(5,\), var \(5,\)"):
         convert.state_dict(
             nnx.BatchNorm(5, rngs=nnx.Rngs(0)),
             [Rule(("scale",), "weight"), Rule(("bias",), "bias")],
         )
     published = torch.nn.BatchNorm1d(5).state_dict()
-    with pytest.raises(convert.ConversionError, match=r"unexpected running_mean \(5,\)"):
+    with pytest.raises(ConversionError, match=r"unexpected running_mean \(5,\)"):
         convert.load_state_dict(nnx.LayerNorm(5, rngs=nnx.Rngs(0)), published, "torch")

@@ -1,16 +1,13 @@
 """What the comparisons with the layers of other libraries share."""
 
-import jax
 import pytest
 
 from flax_attn.parity import CHECKS
 
 
 @pytest.fixture(autouse=True)
-def usual_promotion():
+def promotion(usual_promotion):
     """Let the layers of other libraries promote as they do."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
 
 
 class Checks:

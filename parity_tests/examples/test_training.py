@@ -6,13 +6,13 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 import torch
 
 from flax_attn.parity import Recipe, tolerance
 
+pytestmark = pytest.mark.usefixtures("dtype_promotion")
 EXAMPLES = Path(__file__).parents[2] / "examples"
 RECIPE = Recipe(
     steps=3, learning_rate=1e-2, weight_decay=0.1, clip_norm=0.1, schedule="cosine", warmup=1
@@ -24,13 +24,6 @@ FAULTS = {"weight_decay": 0.11, "eps": 1e-7, "clip_norm": None}
 def path(monkeypatch):
     """As Python has it when it runs a file in that folder."""
     monkeypatch.syspath_prepend(EXAMPLES)
-
-
-@pytest.fixture(autouse=True)
-def promotion():
-    # Optax raises a float to an integer count.
-    with jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ What it holds, what queries see of it, and what it refuses.
 
 import re
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -13,9 +12,10 @@ from hypothesis import strategies as st
 
 from flax_attn.parity import tolerance
 from parity_tests.asserts import assert_near
+from parity_tests.caches import B, H, K, extend, new, zeros
 from parity_tests.chunks import is_padding, places, store
 
-B, T, N, K, H = 2, 9, 4, 2, 3
+T, N = 9, 4
 RANDOM = np.random.default_rng(0)
 QUERY, KEY, VALUE = (RANDOM.normal(size=(B, T, heads, H)) for heads in (N, K, K))
 # Of calls: few, so that little is compiled.
@@ -27,15 +27,6 @@ KINDS = {
     "ring buffer": (4, 3),
     "no larger than the window": (3, 3),
 }
-
-
-def zeros(side, capacity, window=None, dtype="float64"):
-    kind = getattr(jnp, dtype) if side.is_flax else side.array(np.zeros(1), dtype).dtype
-    return side.KVCache.zeros(B, capacity, K, H, window=window, dtype=kind)
-
-
-def new(side, t, dtype="float64"):
-    return side.array(np.ones((B, t, K, H)), dtype)
 
 
 def call(side):
@@ -186,16 +177,6 @@ def of_rounded(side, query):
     narrow = [side.numpy(side.array(x, "bfloat16")) for x in (KEY, VALUE)]
     rounded = [side.array(x.astype("float32")) for x in narrow]
     return side.numpy(side.dot_product_attention(query, *rounded, mask=side.Mask.causal()))
-
-
-def filled(side, count=5):
-    return zeros(side, 8).append(new(side, count), new(side, count))
-
-
-def extend(side, t, cache=None, mask=None, lengths=None):
-    cache = filled(side) if cache is None else cache
-    lengths = side.array(np.array(lengths)) if isinstance(lengths, list) else lengths
-    return cache.extend(new(side, t), new(side, t), mask, lengths)
 
 
 def test_a_row_may_be_filled_to_the_last_token(side):

@@ -9,7 +9,7 @@ import safetensors.torch
 import torch
 from flax import nnx
 
-from flax_attn import convert
+from flax_attn.convert import ConversionError
 from flax_attn.models import GPT2, GPT2Config, from_pretrained
 
 NAME = "transformer.ln_f.bias"
@@ -44,7 +44,7 @@ REFUSED = r"is refused: a pickle could run any code\. Save"
 def test_code_in_a_checkpoint_is_not_run(write, folder):
     path, weights = folder
     write({**weights, NAME: Code(path / "made")}, path / "pytorch_model.bin")
-    with pytest.raises(convert.ConversionError, match=REFUSED):
+    with pytest.raises(ConversionError, match=REFUSED):
         from_pretrained(path)
     assert not (path / "made").exists()
 
@@ -70,7 +70,7 @@ def test_a_checkpoint_of_something_else(name, folder):
     path, _ = folder
     make, match = WHOLE[name]
     torch.save(make(), path / "pytorch_model.bin")
-    with pytest.raises(convert.ConversionError, match=match):
+    with pytest.raises(ConversionError, match=match):
         from_pretrained(path)
 
 
@@ -92,7 +92,7 @@ def test_a_weight_that_is_no_array_of_numbers(name, folder):
     path, weights = folder
     make, match = UNREADABLE[name]
     torch.save({**weights, NAME: make()}, path / "pytorch_model.bin")
-    with pytest.raises(convert.ConversionError, match=rf"not readable {NAME}: .*{match}"):
+    with pytest.raises(ConversionError, match=rf"not readable {NAME}: .*{match}"):
         from_pretrained(path)
 
 
@@ -112,5 +112,5 @@ def test_a_checkpoint_that_ends_early(folder):
     torch.save(weights, file)
     # As a download that stopped leaves it.
     file.write_bytes(file.read_bytes()[:1000])
-    with pytest.raises(convert.ConversionError, match=r"pytorch_model\.bin is damaged or is not"):
+    with pytest.raises(ConversionError, match=r"pytorch_model\.bin is damaged or is not"):
         from_pretrained(path)

@@ -6,7 +6,6 @@ The PyTorch models are our twins and transformers' own.
 from functools import partial
 from importlib import import_module
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -25,6 +24,7 @@ from flax_attn.models import from_pretrained
 from flax_attn.parity import tolerance
 from flax_attn.training import train_step
 
+pytestmark = pytest.mark.usefixtures("dtype_promotion")
 STEPS, VOCAB, CONTEXT = 100, 17, 10
 RATE, BETAS, EPS, DECAY = 1e-2, (0.9, 0.95), 1e-8, 0.1
 RANDOM = np.random.default_rng(0)
@@ -33,13 +33,6 @@ TOKENS = (RANDOM.integers(0, VOCAB, (STEPS, 4, 1)) + 3 * np.arange(9)) % VOCAB
 KEYS = RANDOM.integers(0, 2**32, (STEPS, 2))
 # Two documents in most rows; ids need not count up.
 SEGMENTS = np.array([[0] * 4 + [1] * 5, [3] * 9, [2] * 7 + [0] * 2, [1] * 2 + [5] * 7])
-
-
-@pytest.fixture(autouse=True)
-def promotion():
-    # optax raises a float to an integer count.
-    with jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 def train_flax(model, batches):

@@ -16,19 +16,13 @@ from flax_attn.parity.compare import ParityError, assert_parity
 from parity_tests.right_pairs import bench
 from parity_tests.right_pairs.pairs import Sides
 
+pytestmark = pytest.mark.usefixtures("usual_promotion")
 # The whole bench takes too long for each run of the tests.
 FAST = (
     *("linear", "two_outputs", "unused_parameters", "embedding", "one_hot", "parity_of_ids"),
     *("rms_norm", "average_pool_of_large_windows", "squeeze_excite", "rnn_cell", "log_softmax"),
 )
 LOWER = ["float32", "bfloat16", "float16"]
-
-
-@pytest.fixture(autouse=True)
-def as_in_the_bench():
-    """Promote as JAX itself does: layers of Flax rely on it."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
 
 
 @pytest.mark.parametrize("name", FAST)

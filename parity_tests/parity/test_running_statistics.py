@@ -8,14 +8,9 @@ from flax import nnx
 
 from flax_attn.parity import compare
 
+pytestmark = pytest.mark.usefixtures("usual_promotion")
 D = 4
 NAME = "running statistics"
-
-
-@pytest.fixture(autouse=True)
-def usual_promotion():
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
 
 
 def norm(kind=nnx.BatchNorm, **options):

@@ -180,6 +180,7 @@ def test_a_parameter_without_effect_decays(branches):
         assert trained["unused.weight"] == pytest.approx(decayed, rel=1e-12)
 
 
+# In train mode nnx.BatchNorm mixes dtypes.
 @pytest.mark.usefixtures("usual_promotion")
 def test_what_is_not_trained_is_not_compared():
     options = {"use_running_average": True, "use_bias": False, "use_scale": False}
@@ -188,13 +189,6 @@ def test_what_is_not_trained_is_not_compared():
     report = compare(ours, theirs, [(5, 3)])
     assert report.passed, report.explain()
     assert report.check("training").skipped == "no parameter is trained"
-
-
-@pytest.fixture
-def usual_promotion():
-    # In train mode nnx.BatchNorm mixes dtypes.
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
 
 
 class Normed(nnx.Module):

@@ -1,7 +1,5 @@
 """Run the bench: every pair at every size and seed, a line each, and what was called different."""
 
-from __future__ import annotations
-
 import argparse
 import time
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Layers of single tokens: linear layers, embeddings, activations and norms."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import jax

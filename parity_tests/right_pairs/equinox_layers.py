@@ -1,7 +1,5 @@
 """Layers of Equinox, which take one example: calls are mapped over the batch."""
 
-from __future__ import annotations
-
 import equinox
 import jax
 import torch

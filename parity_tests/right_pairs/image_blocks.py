@@ -1,7 +1,5 @@
 """Blocks of images: with norms, residual, squeezed, and a U-Net."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import torch

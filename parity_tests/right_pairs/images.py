@@ -1,7 +1,5 @@
 """Layers of images, channels last: convolutions, pools and resizing."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import jax

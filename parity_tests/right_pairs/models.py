@@ -1,7 +1,5 @@
 """Models of transformers beside those of this library."""
 
-from __future__ import annotations
-
 import numpy as np
 import transformers
 

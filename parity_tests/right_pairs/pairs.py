@@ -1,7 +1,5 @@
 """A right pair, its sizes, and the tables of all of them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any

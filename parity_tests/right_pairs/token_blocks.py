@@ -1,7 +1,5 @@
 """Blocks of tokens: transformers, feed-forwards, mixers and windows."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import jax

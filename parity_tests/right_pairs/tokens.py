@@ -1,7 +1,5 @@
 """Layers of tokens: attention and recurrent cells."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

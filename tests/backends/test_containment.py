@@ -9,15 +9,13 @@ import pytest
 from flax_attn import Mask
 from flax_attn.backends.call import Call, prepare
 from flax_attn.backends.containment import memory, on_test
-from flax_attn.functional.reference import reference_attention
+from flax_attn.backends.reference import BACKEND as REFERENCE
+
+from .calls import draw
 
 B, T, S, N, K, H, V = 2, 7, 9, 4, 2, 3, 5
 LENGTHS = jnp.array([6, 3])
 NAMES = ("query", "key", "value")
-
-
-def draw(*shape, seed=0):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
 
 
 def arrays():
@@ -37,13 +35,6 @@ def leaky(call: Call):
 
 def contained(call: Call):
     return on_test(call, leaky)
-
-
-def reference(call: Call):
-    options = {
-        name: getattr(call, name) for name in ("scale", "soft_cap", "sinks", "dropout", "precision")
-    }
-    return reference_attention(call.query, call.key, call.value, None, call.mask, **options)[0]
 
 
 def both(attend, inputs, lengths=LENGTHS):
@@ -82,7 +73,7 @@ def test_what_is_not_finite_reaches_the_rows_that_see_it(close, devices, name, a
     inputs = [
         x.at[at].set(bad) if name == given else x for given, x in zip(NAMES, arrays(), strict=True)
     ]
-    ours, theirs, plain = (both(attend, inputs) for attend in (contained, reference, leaky))
+    ours, theirs, plain = (both(attend, inputs) for attend in (contained, REFERENCE.attend, leaky))
     seen = at != (1, 3, 0, 2)  # beyond the keys of its row
     for result in ("output", "query") if seen else ("output", *NAMES):
         close(ours[result], theirs[result])
@@ -111,7 +102,9 @@ def test_a_batch_made_by_vmap_takes_one_branch_and_equals_the_batch(close):
         return total(attend, length[None], *(x[None] for x in inputs))
 
     rows = jax.vmap(jax.value_and_grad(partial(one, contained), argnums=1))
-    truth = jax.value_and_grad(partial(total, reference), argnums=1)(LENGTHS, query, key, value)
+    truth = jax.value_and_grad(partial(total, REFERENCE.attend), argnums=1)(
+        LENGTHS, query, key, value
+    )
     values, gradients = jax.jit(rows)(LENGTHS, query, key, value)
     close((values.sum(), gradients), truth)
     branches = [

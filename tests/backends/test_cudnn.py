@@ -10,9 +10,10 @@ from jax._src.cudnn import fused_attention_stablehlo
 
 from flax_attn import KeyedDropout, Mask
 from flax_attn.backends import cudnn
-from flax_attn.backends.call import Call
 from flax_attn.backends.choose import refusal
-from flax_attn.functional.reference import reference_attention
+from flax_attn.backends.reference import BACKEND as REFERENCE
+
+from .calls import both_ways, draw, make_call
 
 B, N, K, T, H = 3, 4, 2, 10, 8
 
@@ -33,42 +34,11 @@ ARRAYS = {
 }
 
 
-def draw(*shape, seed=0):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.bfloat16)
-
-
 def build(
     mask=None, bias=None, t=T, s=T, h=H, v=None, dtype=jnp.bfloat16, platform="gpu", **options
 ):
-    arrays = draw(B, t, N, h), draw(B, s, K, h, seed=1), draw(B, s, K, v or h, seed=2)
-    mask = (Mask() if mask is None else mask).resolve(B, N, t, s)
-    options = {
-        "scale": 0.3,
-        "soft_cap": None,
-        "sinks": None,
-        "dropout": None,
-        "precision": None,
-    } | options
-    return Call(*(x.astype(dtype) for x in arrays), bias, mask, platform=platform, **options)
-
-
-def both_ways(attend, call):
-    """The output and the gradients of all arrays under a random cotangent."""
-    names = [name for name in ("query", "key", "value", "bias") if getattr(call, name) is not None]
-
-    @jax.jit
-    def run(arrays):
-        output, pull = jax.vjp(lambda arrays: attend(Call(**{**vars(call), **arrays})), arrays)
-        return {"output": output, **pull(draw(*output.shape, seed=4).astype(output.dtype))[0]}
-
-    return run({name: getattr(call, name) for name in names})
-
-
-def reference(call):
-    options = {
-        name: getattr(call, name) for name in ("scale", "soft_cap", "sinks", "dropout", "precision")
-    }
-    return reference_attention(call.query, call.key, call.value, call.bias, call.mask, **options)[0]
+    shapes = (B, t, N, h), (B, s, K, h), (B, s, K, v or h)
+    return make_call(*shapes, mask=mask, bias=bias, dtype=dtype, platform=platform, **options)
 
 
 @pytest.fixture
@@ -99,12 +69,12 @@ def through_xla(monkeypatch):
 @pytest.mark.parametrize("name", [*BANDS, "empty_row_of_one_head"])
 def test_arguments_mean_the_same_through_xla(name, plugin, through_xla, close):
     call = build((BANDS | ARRAYS)[name], dtype=jnp.float32)
-    close(both_ways(cudnn.BACKEND.attend, call), both_ways(reference, call))
+    close(both_ways(cudnn.BACKEND.attend, call), both_ways(REFERENCE.attend, call))
 
 
 def test_x64_changes_nothing_through_xla(x64, plugin, through_xla, close):
     call = build(BANDS["window_ends_before_the_keys"], dtype=jnp.float32)
-    close(cudnn.BACKEND.attend(call), reference(call))
+    close(cudnn.BACKEND.attend(call), REFERENCE.attend(call))
 
 
 PADDED = {
@@ -128,7 +98,7 @@ def test_what_the_kernels_do_not_take_is_padded(name, plugin, through_xla, close
         (BANDS | {"offset": Mask.causal(1)})[options.pop("mask")],
         options.pop("bias", None),
     )
-    bias = None if bias is None else draw(*bias, seed=3).astype(jnp.float32)
+    bias = None if bias is None else draw(*bias, seed=3)
     call = build(mask, bias, dtype=jnp.float32, **options)
     assert (
         cudnn.BACKEND.refuse(replace(call, query=call.query.astype(jnp.bfloat16), bias=None))
@@ -141,7 +111,7 @@ def test_what_the_kernels_do_not_take_is_padded(name, plugin, through_xla, close
         return attention(query, key, value, *arrays, **options)
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", taken)
-    close(both_ways(cudnn.BACKEND.attend, call), both_ways(reference, call))
+    close(both_ways(cudnn.BACKEND.attend, call), both_ways(REFERENCE.attend, call))
     for (_, t, _, h), (_, s, _, _), (_, _, _, v) in got:
         assert (t % 2, s % 2, h % 8, v) == (0, 0, 0, h)
         assert s % 128 != 64
@@ -149,9 +119,9 @@ def test_what_the_kernels_do_not_take_is_padded(name, plugin, through_xla, close
 
 @pytest.mark.parametrize("shape", [(1, N, T, T), (B, 1, 1, T)])
 def test_bias_through_xla(shape, plugin, through_xla, close):
-    bias = draw(*shape, seed=3).astype(jnp.float32).at[..., 1].set(-jnp.inf)
+    bias = draw(*shape, seed=3).at[..., 1].set(-jnp.inf)
     call = build(BANDS["causal"], bias, dtype=jnp.float32)
-    close(both_ways(cudnn.BACKEND.attend, call), both_ways(reference, call))
+    close(both_ways(cudnn.BACKEND.attend, call), both_ways(REFERENCE.attend, call))
 
 
 @pytest.mark.parametrize(
@@ -161,11 +131,11 @@ def test_bias_through_xla(shape, plugin, through_xla, close):
 def test_numbers_that_are_not_finite_through_xla(name, mask, plugin, through_xla, close):
     call = build(BANDS[mask], dtype=jnp.float32)
     array = getattr(call, name).at[0, 6, 1, 2].set(jnp.nan).at[2, 4, 0, 0].set(jnp.inf)
-    call = Call(**{**vars(call), name: array})
+    call = replace(call, **{name: array})
     ours = both_ways(cudnn.BACKEND.attend, call)
     assert jnp.isnan(ours["output"]).any()
     assert not jnp.isnan(ours["output"]).all()
-    theirs = both_ways(reference, call)
+    theirs = both_ways(REFERENCE.attend, call)
     close(*({name: side[name] for name in ("output", "query")} for side in (ours, theirs)))
 
 
@@ -178,7 +148,7 @@ def lowered(call, monkeypatch):
     names = ("query", "key", "value")
 
     def loss(arrays):
-        return cudnn.BACKEND.attend(Call(**{**vars(call), **arrays})).astype(jnp.float32).sum()
+        return cudnn.BACKEND.attend(replace(call, **arrays)).astype(jnp.float32).sum()
 
     trace = jax.jit(jax.grad(loss)).trace({name: getattr(call, name) for name in names})
     text = trace.lower(lowering_platforms=("cuda",)).as_text()
@@ -228,7 +198,8 @@ def test_memory():
     copies = 2 * B * H * (2 * T * N + 2 * T * K)
     assert cudnn.BACKEND.memory(build(ARRAYS["segments"])) == copies + 2 * T * T
     assert cudnn.BACKEND.memory(build(ARRAYS["empty_row_of_one_head"])) == copies + 2 * N * T * T
-    assert cudnn.BACKEND.memory(build(BANDS["causal"], draw(B, 1, 1, T))) == copies + 2 * B * T * T
+    bias = draw(B, 1, 1, T, dtype=jnp.bfloat16)
+    assert cudnn.BACKEND.memory(build(BANDS["causal"], bias)) == copies + 2 * B * T * T
     assert cudnn.BACKEND.memory(build(BANDS["causal"], t=9, s=9, v=3)) == 2 * B * H * (
         2 * T * N + 2 * T * K
     )

@@ -8,9 +8,9 @@ import pytest
 from flax_attn.backends import splash
 from flax_attn.backends.call import Call
 from flax_attn.backends.choose import refusal
+from flax_attn.backends.reference import BACKEND as REFERENCE
 from flax_attn.functional.dropout import KeyedDropout
 from flax_attn.functional.masks import Mask
-from flax_attn.functional.reference import reference_attention
 from flax_attn.parity import tolerance
 
 B, T, S, N, K, H, V = 2, 128, 256, 4, 2, 16, 24
@@ -73,13 +73,6 @@ def make(query, key, value, sinks=None, mask=None, **options):
     return Call(query, key, value, mask=mask, sinks=sinks, **{**defaults, **options})
 
 
-def reference(call):
-    options = {
-        name: getattr(call, name) for name in ("scale", "soft_cap", "sinks", "dropout", "precision")
-    }
-    return reference_attention(call.query, call.key, call.value, call.bias, call.mask, **options)[0]
-
-
 def compiled(attend, **options):
     """Return a function of the arrays for the output and the gradients under a random cotangent."""
 
@@ -99,7 +92,7 @@ def run(attend, inputs, **options):
 
 def both(inputs, **options):
     assert splash.BACKEND.refuse(make(*inputs, **options)) is None
-    return run(splash.BACKEND.attend, inputs, **options), run(reference, inputs, **options)
+    return run(splash.BACKEND.attend, inputs, **options), run(REFERENCE.attend, inputs, **options)
 
 
 @pytest.mark.parametrize("name", [name for name in MASKS if name not in IN_OTHERS])
@@ -201,7 +194,7 @@ def test_interpreted_extreme_and_wide_segment_ids(interpreted, close):
 def test_interpreted_in_bfloat16_is_as_near_as_the_reference(interpreted, sinks):
     *inputs, given = arrays(sinks=True)
     inputs = [*(x.astype(jnp.bfloat16) for x in inputs), given.astype(sinks)]
-    truth = run(reference, [x.astype(jnp.float32) for x in inputs], mask=Mask.causal(-50))
+    truth = run(REFERENCE.attend, [x.astype(jnp.float32) for x in inputs], mask=Mask.causal(-50))
     ours, theirs = both(inputs, mask=Mask.causal(-50))
     assert [x.dtype for x in ours.values()] == [jnp.bfloat16, *(x.dtype for x in inputs)]
     ours, theirs, truth = (
@@ -230,7 +223,9 @@ def test_interpreted_under_vmap(interpreted, close):
         return output.sum(), output
 
     def batch(query):
-        output = reference(make(query, *inputs[1:], mask=Mask.causal() & Mask.lengths(key=lengths)))
+        output = REFERENCE.attend(
+            make(query, *inputs[1:], mask=Mask.causal() & Mask.lengths(key=lengths))
+        )
         return output.sum(), output
 
     close(*(jax.jit(jax.grad(function, has_aux=True))(inputs[0]) for function in (each, batch)))
@@ -238,7 +233,7 @@ def test_interpreted_under_vmap(interpreted, close):
 
 def test_interpreted_a_traced_scale(interpreted, close):
     scaled = jax.jit(lambda scale, *inputs: splash.BACKEND.attend(make(*inputs, scale=scale)))
-    close(scaled(0.7, *arrays()), reference(make(*arrays(), scale=0.7)))
+    close(scaled(0.7, *arrays()), REFERENCE.attend(make(*arrays(), scale=0.7)))
 
 
 @pytest.mark.parametrize("empty", [(0, T), (B, 0)])

@@ -1,4 +1,5 @@
 import re
+from dataclasses import replace
 from importlib.machinery import ModuleSpec
 
 import jax
@@ -8,9 +9,11 @@ import pytest
 
 from flax_attn import KeyedDropout, Mask
 from flax_attn.backends import tokamax
-from flax_attn.backends.call import Call, Unsupported
+from flax_attn.backends.call import Unsupported
 from flax_attn.backends.choose import refusal
-from flax_attn.functional.reference import reference_attention
+from flax_attn.backends.reference import BACKEND as REFERENCE
+
+from .calls import both_ways, draw, make_call
 
 B, N, K, T, S, H = 3, 4, 2, 5, 7, 8
 
@@ -33,40 +36,9 @@ ARRAYS = {
 }
 
 
-def draw(*shape, seed=0):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
-
-
 def build(mask=None, bias=None, t=T, v=None, dtype=jnp.bfloat16, platform="gpu", **options):
-    arrays = draw(B, t, N, H), draw(B, S, K, H, seed=1), draw(B, S, K, v or H, seed=2)
-    mask = (Mask() if mask is None else mask).resolve(B, N, t, S)
-    options = {
-        "scale": 0.3,
-        "soft_cap": None,
-        "sinks": None,
-        "dropout": None,
-        "precision": None,
-    } | options
-    return Call(*(x.astype(dtype) for x in arrays), bias, mask, platform=platform, **options)
-
-
-def both_ways(attend, call):
-    """The output and the gradients of all arrays under a random cotangent."""
-    names = [name for name in ("query", "key", "value", "bias") if getattr(call, name) is not None]
-
-    @jax.jit
-    def run(arrays):
-        output, pull = jax.vjp(lambda arrays: attend(Call(**{**vars(call), **arrays})), arrays)
-        return {"output": output, **pull(draw(*output.shape, seed=4).astype(output.dtype))[0]}
-
-    return run({name: getattr(call, name) for name in names})
-
-
-def reference(call):
-    options = {
-        name: getattr(call, name) for name in ("scale", "soft_cap", "sinks", "dropout", "precision")
-    }
-    return reference_attention(call.query, call.key, call.value, call.bias, call.mask, **options)[0]
+    shapes = (B, t, N, H), (B, S, K, H), (B, S, K, v or H)
+    return make_call(*shapes, mask=mask, bias=bias, dtype=dtype, platform=platform, **options)
 
 
 @pytest.fixture
@@ -80,7 +52,7 @@ def check(close):
     def check(call, name="xla", only=None):
         ours, theirs = (
             both_ways(lambda call: tokamax.attend_with(call, name), call),
-            both_ways(reference, call),
+            both_ways(REFERENCE.attend, call),
         )
         close(*({key: side[key] for key in only or side} for side in (ours, theirs)))
         return ours
@@ -125,7 +97,7 @@ def test_numbers_that_are_not_finite_through_its_xla(mask, check):
     key = call.key.at[0, 2, 1, 2].set(jnp.nan).at[2, 3, 0, 0].set(jnp.inf)
     # The gradients of keys and values sum over the rows that are NaN; what stands by queries is
     # told apart.
-    output = check(Call(**{**vars(call), "key": key}), only=("output", "query"))["output"]
+    output = check(replace(call, key=key), only=("output", "query"))["output"]
     assert jnp.isnan(output).any()
     assert not jnp.isnan(output).all()
 

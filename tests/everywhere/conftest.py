@@ -35,10 +35,8 @@ def assert_equal(ours, reference, forward=tolerance.FORWARD, gradient=tolerance.
 
 
 @pytest.fixture(autouse=True)
-def promotion():
+def promotion(usual_promotion):
     """Promote dtypes and ranks as JAX does by default, on which the originals rely."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
 
 
 @pytest.fixture(autouse=True)

@@ -11,6 +11,22 @@ from flax_attn import everywhere
 from flax_attn.parity import tolerance
 from tests.everywhere.conftest import assert_equal, with_gradients
 
+T, S, WIDTHS = 7, 9, (10, 11, 13)
+
+
+def inputs(*leading: int, dtype: Any = jnp.float64) -> list[jax.Array]:
+    """Return query, key and value of a layer."""
+    draw = np.random.default_rng(1).normal
+    shapes = zip((T, S, S), WIDTHS, strict=True)
+    return [jnp.asarray(draw(size=(*leading, *shape)), dtype) for shape in shapes]
+
+
+def some_mask(*leading: int) -> jax.Array:
+    """Return a mask under which one row sees no key."""
+    mask = np.random.default_rng(2).random((*leading, T, S)) < 0.6
+    mask[..., 2, :] = False
+    return jnp.asarray(mask)
+
 
 def taken(run: Callable, arguments: Any, target: str, calls: int = 1) -> tuple[dict, dict]:
     """Return `with_gradients` with all calls computed here, of which there are so many."""

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from flax_attn import everywhere
-from tests.everywhere.originals import check_low, check_same, left_alone
+from tests.everywhere.originals import S, T, check_low, check_same, inputs, left_alone, some_mask
 
 eqx = pytest.importorskip("equinox", reason="Equinox is not installed")
 
-T, S, HEADS, SIZES = 7, 9, 3, {"query_size": 10, "key_size": 11, "value_size": 13}
+HEADS, SIZES = 3, {"query_size": 10, "key_size": 11, "value_size": 13}
 WIDTHS = {"qk_size": 8, "vo_size": 6, "output_size": 5}
 BIASES = {f"use_{name}_bias": True for name in ("query", "key", "value", "output")}
 
@@ -20,19 +20,6 @@ def build(dtype=jnp.float64, **arguments):
         HEADS, **SIZES, **WIDTHS, **BIASES, dtype=dtype, **arguments, key=jax.random.key(0)
     )
     return eqx.partition(layer, eqx.is_inexact_array)
-
-
-def inputs(*batch, dtype=jnp.float64):
-    rng = np.random.default_rng(1)
-    shapes = (T, SIZES["query_size"]), (S, SIZES["key_size"]), (S, SIZES["value_size"])
-    return [jnp.asarray(rng.normal(size=(*batch, *shape)), dtype) for shape in shapes]
-
-
-def some_mask(*shape):
-    """A mask under which one row sees no key."""
-    mask = np.random.default_rng(2).random((*shape, T, S)) < 0.6
-    mask[..., 2, :] = False
-    return jnp.asarray(mask)
 
 
 def rotated(query, key, value):

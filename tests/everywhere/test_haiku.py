@@ -4,15 +4,14 @@ from contextlib import suppress
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from flax_attn import everywhere
-from tests.everywhere.originals import check_low, check_same, left_alone
+from tests.everywhere.originals import S, T, check_low, check_same, inputs, left_alone, some_mask
 
 hk = pytest.importorskip("haiku", reason="Haiku is not installed")
 
-T, S, HEADS = 7, 9, 3
+HEADS = 3
 WIDTHS = {"key_size": 4, "value_size": 6, "model_size": 5}
 
 
@@ -23,22 +22,9 @@ def forward(query, key, value, mask=None):
     )
 
 
-def inputs(*leading, dtype=jnp.float64):
-    rng = np.random.default_rng(1)
-    shapes = (T, 10), (S, 11), (S, 13)
-    return [jnp.asarray(rng.normal(size=(*leading, *shape)), dtype) for shape in shapes]
-
-
 def build(x):
     init, apply = hk.without_apply_rng(hk.transform(forward))
     return init(jax.random.key(0), *x), apply
-
-
-def some_mask(*shape):
-    """A mask under which one row sees no key."""
-    mask = np.random.default_rng(2).random((*shape, T, S)) < 0.6
-    mask[..., 2, :] = False
-    return jnp.asarray(mask)
 
 
 MASKS = {

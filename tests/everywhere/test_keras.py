@@ -9,7 +9,7 @@ import pytest
 
 from flax_attn import everywhere
 from flax_attn.parity import tolerance
-from tests.everywhere.originals import check_low, check_same, left_alone
+from tests.everywhere.originals import S, T, check_low, check_same, inputs, left_alone, some_mask
 
 os.environ.setdefault("KERAS_BACKEND", "jax")
 keras = pytest.importorskip("keras", reason="Keras is not installed")
@@ -18,7 +18,7 @@ if keras.backend.backend() != "jax":
 
 pytestmark = pytest.mark.usefixtures("x64")
 
-B, T, S, HEADS, WIDTH = 2, 7, 9, 4, 6
+B, HEADS, WIDTH = 2, 4, 6
 
 
 def multi_head(dtype="float64", value_dim=5, **options):
@@ -41,12 +41,6 @@ def built(layer):
     return layer
 
 
-def inputs(*batch, dtype=jnp.float64):
-    rng = np.random.default_rng(1)
-    shapes = (T, 10), (S, 11), (S, 13)
-    return [jnp.asarray(rng.normal(size=(*batch, *shape)), dtype) for shape in shapes]
-
-
 def applied(layer, **options):
     """Return the layer as a function of its weights and inputs."""
     state = [variable.value for variable in layer.non_trainable_variables]
@@ -55,13 +49,6 @@ def applied(layer, **options):
         return layer.stateless_call(weights, state, *x, **options)[0]
 
     return run, [variable.value for variable in layer.trainable_variables]
-
-
-def some_mask(*shape):
-    """A mask under which one row sees no key."""
-    mask = np.random.default_rng(2).random((*shape, T, S)) < 0.6
-    mask[..., 2, :] = False
-    return jnp.asarray(mask)
 
 
 def padding(tokens):

@@ -10,7 +10,7 @@ import safetensors.numpy
 from flax import nnx
 
 from attn_spec.json_files import read_object
-from flax_attn import convert
+from flax_attn.convert import ConversionError
 from flax_attn.models import GPT2, GPT2Config, Llama, LlamaConfig, from_pretrained
 from flax_attn.models.hugging_face import folder as loader
 from flax_attn.models.mixtral import Mixtral, MixtralConfig
@@ -49,11 +49,13 @@ def edit(folder, **changes):
 
 TEXTS = {
     "empty": (b"", r"config\.json is not JSON: Expecting value.*Copy it once more"),
+    "half of one": (b"{", r"config\.json is not JSON: "),
     "not UTF-8": (b'{"a": "\xe9"}', r"config\.json is not JSON: 'utf-8' codec"),
     "nested": (b"[" * 200_000, r"config\.json is not JSON: it is nested too deeply"),
     "twice": (b'{"n_head": 2, "n_head": 3}', r"is not JSON: the name 'n_head' is there twice"),
     "twice inside": (b'{"rope": {"a": 1, "a": 1}}', r"is not JSON: the name 'a' is there twice"),
     "digits": (b'{"n_head": ' + b"9" * 5000 + b"}", r"is not JSON: Exceeds the limit"),
+    "a list": (b"[1]", r"config\.json must hold an object.*got list"),
     "null": (b"null", r"config\.json must hold an object, fields by name; got NoneType"),
     "no text": (b'{"model_type": NaN}', r"model_type must be of the kind str; got NaN"),
 }
@@ -74,9 +76,11 @@ def test_a_config_without_end(folder):
         from_pretrained(folder)
 
 
-def test_a_config_that_is_a_folder(folder):
+@pytest.mark.parametrize("is_folder", [False, True])
+def test_a_config_that_is_no_file(folder, is_folder):
     (folder / "config.json").unlink()
-    (folder / "config.json").mkdir()
+    if is_folder:
+        (folder / "config.json").mkdir()
     with pytest.raises(FileNotFoundError, match=r"no config\.json in "):
         from_pretrained(folder)
 
@@ -152,7 +156,7 @@ def test_layers_that_files_do_not_hold(folder, nothing_is_made):
     match = (
         r"safetensors must hold the 9000 parts .* by num_layers, .* numbers 2, 3, 4 and more\. Take"
     )
-    with pytest.raises(convert.ConversionError, match=match):
+    with pytest.raises(ConversionError, match=match):
         from_pretrained(folder)
 
 
@@ -161,7 +165,7 @@ def test_experts_that_files_do_not_hold(tmp_path, nothing_is_made):
     Mixtral(config, rngs=nnx.Rngs(0)).save_pretrained(tmp_path)
     edit(tmp_path, num_local_experts=10_000)
     with pytest.raises(
-        convert.ConversionError, match=r"the 10000 parts .* num_experts, .* 3, 4, 5 and more"
+        ConversionError, match=r"the 10000 parts .* num_experts, .* 3, 4, 5 and more"
     ):
         from_pretrained(tmp_path)
 
@@ -169,14 +173,14 @@ def test_experts_that_files_do_not_hold(tmp_path, nothing_is_made):
 @pytest.mark.parametrize("name", ["n_embd", "n_inner", "n_positions", "vocab_size"])
 def test_widths_that_files_do_not_hold(name, folder):
     edit(folder, **{name: 2**22})
-    with pytest.raises(convert.ConversionError, match=r"mis-shaped transformer\..*4194304"):
+    with pytest.raises(ConversionError, match=r"mis-shaped transformer\..*4194304"):
         from_pretrained(folder)
 
 
 def test_a_hundred_problems_are_listed_and_the_others_counted(folder):
     arrays = {f"h.{i}.x": np.zeros(0, "float32") for i in range(150)}
     safetensors.numpy.save_file(arrays, folder / "model.safetensors")
-    with pytest.raises(convert.ConversionError, match=r"unexpected: 50 more$") as raised:
+    with pytest.raises(ConversionError, match=r"unexpected: 50 more$") as raised:
         from_pretrained(folder)
     assert str(raised.value).count("\n  unexpected") == 101
 
@@ -211,7 +215,7 @@ HEADERS = {
 @pytest.mark.parametrize("name", HEADERS)
 def test_a_header_that_lies(name, folder):
     (folder / "model.safetensors").write_bytes(HEADERS[name])
-    with pytest.raises(convert.ConversionError, match=r"model\.safetensors is not a whole safe"):
+    with pytest.raises(ConversionError, match=r"model\.safetensors is not a whole safe"):
         from_pretrained(folder)
 
 
@@ -250,14 +254,14 @@ def test_an_index_that_names_what_is_no_shard(name, folder):
     match = (
         r"weight_map must name files within its folder .* got .*\. Put the shards beside the index"
     )
-    with pytest.raises(convert.ConversionError, match=match):
+    with pytest.raises(ConversionError, match=match):
         from_pretrained(inside)
 
 
 def test_an_absolute_path_in_an_index(folder):
     weights = sharded(folder, str(folder / "x.safetensors"))
     weights.rename(folder / "x.safetensors")
-    with pytest.raises(convert.ConversionError, match=r"must name files within its folder"):
+    with pytest.raises(ConversionError, match=r"must name files within its folder"):
         from_pretrained(folder)
 
 
@@ -265,6 +269,9 @@ INDICES = {
     "no map": "{}",
     "an empty map": '{"weight_map": {}}',
     "a list": '{"weight_map": ["model.safetensors"]}',
+    "a list of nothing": "[]",
+    "a name alone": '{"weight_map": "model"}',
+    "a number for a name": '{"weight_map": {"a": 3}}',
     "a name twice": '{"weight_map": {"a": "x.safetensors", "a": "y.safetensors"}}',
     "half of one": '{"weight_map": ',
 }
@@ -274,7 +281,7 @@ INDICES = {
 def test_an_index_that_is_none(name, folder):
     (folder / "model.safetensors").rename(folder / "x.safetensors")
     (folder / "model.safetensors.index.json").write_text(INDICES[name])
-    with pytest.raises(convert.ConversionError, match=r"index\.json is not an index"):
+    with pytest.raises(ConversionError, match=r"index\.json is not an index"):
         from_pretrained(folder)
 
 
@@ -305,10 +312,10 @@ def test_a_head_that_is_tied_and_stored_otherwise(folder):
     match = (
         r"holds lm_head\.weight beside transformer\.wte\.weight, .* their values differ\. Set tie"
     )
-    with pytest.raises(convert.ConversionError, match=match):
+    with pytest.raises(ConversionError, match=match):
         from_pretrained(folder)
     safetensors.numpy.save_file({**arrays, "lm_head.weight": head[1:]}, file)
-    with pytest.raises(convert.ConversionError, match=match):
+    with pytest.raises(ConversionError, match=match):
         from_pretrained(folder)
 
 
@@ -340,5 +347,5 @@ def test_positions_that_would_be_computed_before_they_are_compared(tmp_path, not
     match = (
         r"embed_positions\.weight must have the shape .* got \[\(7, 6\)\] for \(2147483647, 6\)\. T"
     )
-    with pytest.raises(convert.ConversionError, match=match):
+    with pytest.raises(ConversionError, match=match):
         from_pretrained(tmp_path)

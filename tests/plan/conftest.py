@@ -2,7 +2,6 @@
 
 import json
 
-import jax
 import pytest
 
 from flax_attn.models.llama import Llama, LlamaConfig
@@ -46,10 +45,3 @@ def folder(tmp_path):
     (tmp_path / "small").mkdir()
     (tmp_path / "small" / "config.json").write_text(json.dumps(fields))
     return tmp_path / "small"
-
-
-@pytest.fixture
-def promotion():
-    """JAX's own promotion of dtypes, which optax needs."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield

@@ -6,7 +6,7 @@ from flax_attn.cli import main
 
 SIZES = ["--topology", "cpu:8", "--mesh", "data=4,fsdp=2", "--batch", "8", "--tokens", "16"]
 
-pytestmark = pytest.mark.usefixtures("promotion")
+pytestmark = pytest.mark.usefixtures("dtype_promotion")
 
 
 def test_a_plan_is_printed_and_written(folder, tmp_path, capsys):

@@ -21,7 +21,7 @@ from flax_attn.modules.work import Work, count_pairs, products
 from flax_attn.plan import cost, work
 from flax_attn.plan.hlo import read
 from flax_attn.plan.models import LibraryModel
-from flax_attn.plan.placement import held, model_on
+from flax_attn.plan.placement import held_bytes, model_on
 from flax_attn.plan.plan import plan
 
 SIZES = {"num_heads": 4, "num_layers": 2, "context_length": 64, "vocab_size": 40}
@@ -39,7 +39,7 @@ SMALL = LlamaConfig(
 )
 MESH = {"data": 2, "expert": 2, "tensor": 2}
 
-pytestmark = pytest.mark.usefixtures("promotion")
+pytestmark = pytest.mark.usefixtures("dtype_promotion")
 
 
 def test_experts_are_divided_and_a_token_is_counted_in_those_it_is_given_to(job):
@@ -57,7 +57,9 @@ def test_experts_are_divided_and_a_token_is_counted_in_those_it_is_given_to(job)
 
 
 def test_a_state_is_divided_by_rows_and_heads_and_does_not_grow(job):
-    caches = [held(job(MESH, model=NEXT, train=False, tokens=tokens)).cache for tokens in (16, 32)]
+    caches = [
+        held_bytes(job(MESH, model=NEXT, train=False, tokens=tokens)).cache for tokens in (16, 32)
+    ]
     # Rows of a device, and numbers per token of the one layer with keys.
     rows, keys = 8 // 4, 2 * 2 * 8 // 2
     # The state in float32, and inputs in bfloat16.

@@ -11,7 +11,7 @@ from flax_attn.parity import tolerance
 from flax_attn.plan.estimate import changes
 from flax_attn.plan.models import OwnModel, logits_loss
 from flax_attn.plan.phases import Phase
-from flax_attn.plan.placement import held
+from flax_attn.plan.placement import held_bytes
 from flax_attn.plan.plan import plan
 
 FILE = """
@@ -37,7 +37,7 @@ made = Model(rngs=nnx.Rngs(0))
 MESH = {"data": 2, "fsdp": 4}
 SIZES = ["--topology", "cpu:8", "--mesh", "data=2,fsdp=4", "--batch", "8", "--tokens", "16"]
 
-pytestmark = pytest.mark.usefixtures("promotion")
+pytestmark = pytest.mark.usefixtures("dtype_promotion")
 
 
 class Bigrams(nnx.Module):
@@ -88,7 +88,7 @@ def test_its_loss_is_the_mean_cross_entropy_of_the_next_tokens():
 
 def test_remat_is_not_offered(job):
     one = job(MESH, model=OwnModel(Bigrams))
-    found = changes(one, held(one), Phase("step", 0, peak=10**6), 60_000)
+    found = changes(one, held_bytes(one), Phase("step", 0, peak=10**6), 60_000)
     assert found[0].what == "more fsdp"
 
 

@@ -14,7 +14,7 @@ from flax_attn.plan.collectives import Collective
 from flax_attn.plan.estimate import changes
 from flax_attn.plan.models import LibraryModel
 from flax_attn.plan.phases import Phase
-from flax_attn.plan.placement import Held, held, model_on
+from flax_attn.plan.placement import Held, held_bytes, model_on
 from flax_attn.plan.plan import Plan, plan
 from flax_attn.plan.topology import topology
 
@@ -22,12 +22,12 @@ KERNELS = 3 * (32 * 32 * 2 + 32 * 16 * 2 + 3 * 32 * 48)  # of the layers
 HEAD, NORMS = 32 * 56, 7 * 32
 ONE = {"data": 1}
 
-pytestmark = pytest.mark.usefixtures("promotion")
+pytestmark = pytest.mark.usefixtures("dtype_promotion")
 
 
 def test_parameters_and_state_are_divided_as_the_mesh_says(job):
     kernels = (KERNELS + 2 * HEAD) // 4  # fsdp * tensor
-    found = held(job())
+    found = held_bytes(job())
     assert found.gradients == 2 * (kernels + NORMS)  # norms are on every device
     # Copies and two moments in float32, and two counts.
     assert found.optimizer == 3 * 2 * found.gradients + 4 + 4
@@ -44,10 +44,10 @@ def test_parameters_are_divided_as_rules_say(job, no_shape_checks):
 
 
 def test_the_cache_is_divided_by_batch_heads_and_tokens(job):
-    whole = held(job(ONE, name="cpu:1", train=False)).cache
+    whole = held_bytes(job(ONE, name="cpu:1", train=False)).cache
     assert whole == 2 * 3 * 8 * 2 * 16 * 8 * 2 + 3 * 0 + 4 * 8
     mesh = {"data": 2, "tensor": 2, "context": 2}
-    assert held(job(mesh, train=False)).cache == (whole - 4 * 8) // 8 + 4 * 8
+    assert held_bytes(job(mesh, train=False)).cache == (whole - 4 * 8) // 8 + 4 * 8
 
 
 def test_a_training_step_is_compiled_as_it_is_run(job):
@@ -111,7 +111,7 @@ def test_what_does_not_fit_says_what_would(job):
     assert peaks == sorted(peaks, reverse=True)
     assert found[-1].peak <= 60_000
     for change in found:
-        assert held(change.job).total < change.peak
+        assert held_bytes(change.job).total < change.peak
     assert found[-1].job.topology.size > 8
     assert found[1].job.mesh == {"data": 1, "fsdp": 4, "tensor": 2}
 
@@ -120,12 +120,12 @@ def test_remat_comes_first_and_is_not_offered_twice_nor_to_generation(job):
     big = Phase("step", 0, peak=10**6)
     for options in ({"remat": True}, {"train": False}):
         one = small(job, 60_000, **options)
-        assert "remat" not in [change.what for change in changes(one, held(one), big, 60_000)]
+        assert "remat" not in [change.what for change in changes(one, held_bytes(one), big, 60_000)]
 
 
 def test_what_no_chips_make_fit_ends(job):
     one = small(job, 1)
-    found = changes(one, held(one), Phase("step", 0, peak=10**6), 1)
+    found = changes(one, held_bytes(one), Phase("step", 0, peak=10**6), 1)
     assert found
     assert not any(change.fits for change in found)
 
@@ -163,12 +163,12 @@ def test_memory_that_the_compiler_refuses_is_the_peak(job, refusal, peak):
 
     phase = phases._phase("training step", Lowered, job(), Work(72, 8), round(1.5 * 2**30))
     assert (phase.compiled, phase.peak, phase.work) == (False, round(peak * 2**30), 10)
-    found = Plan(small(job, 16 * 2**30), held(job()), [phase])
+    found = Plan(small(job, 16 * 2**30), held_bytes(job()), [phase])
     assert found.fits is False
     assert [table.title for table in report.tables(found)] == [None]
     assert phase.times(CHIPS["v5e"]) == {}
     # The compiler keeps some memory for itself.
-    assert Plan(small(job, 22 * 2**30), held(job()), [phase]).fits is False
+    assert Plan(small(job, 22 * 2**30), held_bytes(job()), [phase]).fits is False
 
 
 def test_other_errors_of_the_compiler_are_raised(job):
@@ -215,8 +215,12 @@ def test_everything_is_written_as_json(job):
 def test_a_line_of_markdown_has_a_cell_for_each_column(job):
     one = replace(job(), topology=replace(topology("cpu:8"), chip=CHIPS["v6e"]))
     phase = Phase("training step", 0, 2**30, 2**30, 3 * 2**30, 918 * 10**12)
-    line = report.line(Plan(one, Held(2**29, 2**29), [phase]))
-    assert line.count("|") == report.heading()[0].count("|") == report.heading()[1].count("|")
+    line = report.markdown_row(Plan(one, Held(2**29, 2**29), [phase]))
+    assert (
+        line.count("|")
+        == report.markdown_heading()[0].count("|")
+        == report.markdown_heading()[1].count("|")
+    )
     assert "3.00 GiB of 32.00 GiB | yes | 1 | 0 | 0 |" in line
 
 
@@ -229,4 +233,4 @@ def test_the_state_is_that_of_the_real_step(job):
         for x in jax.tree.leaves(nnx.state(model))
         if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
     ]
-    assert held(one).parameters == sum(x.nbytes for x in arrays)
+    assert held_bytes(one).parameters == sum(x.nbytes for x in arrays)

@@ -13,7 +13,7 @@ from flax_attn.plan.phases import Phase
 from flax_attn.plan.plan import plan
 from flax_attn.plan.traced_work import traced_work
 
-pytestmark = pytest.mark.usefixtures("promotion")
+pytestmark = pytest.mark.usefixtures("dtype_promotion")
 
 B, T, N, H = 2, 6, 3, 4
 # Of each row of queries: causal, then a window of 2.

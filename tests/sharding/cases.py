@@ -1,7 +1,5 @@
 """Calls of attention on meshes: listed ones, and ones drawn so that every pair of choices meets."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any

@@ -23,14 +23,9 @@ from flax_attn.sharding.ring_schedule import make_route
 from ..backends.conformance import FAST
 from .cases import MASKS, MESHES, Case, drawn
 
+pytestmark = pytest.mark.usefixtures("x64")
 jit = partial(jax.jit, compiler_options=FAST)
 AXES = ("data", "tensor", "context")
-
-
-@pytest.fixture(autouse=True)
-def float64():
-    with jax.enable_x64(True):
-        yield
 
 
 @pytest.fixture

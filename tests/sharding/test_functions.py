@@ -13,16 +13,11 @@ from flax_attn.sharding import context_parallel
 
 from ..backends.conformance import FAST
 
+pytestmark = pytest.mark.usefixtures("x64")
 jit = partial(jax.jit, compiler_options=FAST)
 B, T, N, K, H = 4, 48, 8, 4, 6
 DOCUMENTS = jnp.asarray(np.random.default_rng(0).integers(0, 2, (B, T)))
 POSITIONS = jnp.asarray(np.arange(T) % 20)[None] + jnp.arange(B)[:, None]
-
-
-@pytest.fixture(autouse=True)
-def float64():
-    with jax.enable_x64(True):
-        yield
 
 
 def arrays(t=T):

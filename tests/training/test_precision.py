@@ -10,18 +10,13 @@ from flax import nnx
 from flax_attn import GPT2, GPT2Config
 from flax_attn.training import float32_state, train_step
 
+pytestmark = pytest.mark.usefixtures("dtype_promotion")
 RANDOM = np.random.default_rng(0)
 VALUES = {
     "kernel": RANDOM.normal(size=(5, 7)) * 10.0 ** RANDOM.integers(-2, 3, (5, 7)),
     "scale": RANDOM.normal(size=3),
 }
 STEPS = 200
-
-
-@pytest.fixture(autouse=True)
-def promotion():
-    with jax.numpy_dtype_promotion("standard"):  # optax adds float32 updates to the parameters
-        yield
 
 
 def parameters(low):

@@ -3,8 +3,6 @@
 Only in torch_ref: JAX traces a function on scalars.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

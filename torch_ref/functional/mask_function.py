@@ -1,7 +1,5 @@
 """A mask that is a function of indices."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from typing import Any
 

@@ -3,8 +3,6 @@
 `True` means attend, everywhere. Query `i` has position `offset + i`, key `j` has position `j`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -132,7 +130,7 @@ class Segments(MaskPart):
 class Dense(MaskPart):
     """Any boolean array that broadcasts to `(b, n, t, s)`."""
 
-    array: Bool[Tensor, ...]
+    array: Bool[Tensor, "..."]
 
     def resolve(self, b, n, t, s):
         check_broadcast("mask", tuple(self.array.shape), (b, n, t, s))

@@ -23,9 +23,9 @@ class Bert(TextEncoder[BertConfig]):
         x = drop(norm(tok_emb[tokens] + type_emb[token_types] + pos_emb[positions]))
         x = block_i(x) for each i
 
-    The arguments are those of `Encoder`, and a call takes `token_types` beside. `BertModel` of
-    transformers has the same function; where its config names a `pad_token_id`, it leaves the row
-    of that token out of the gradient.
+    Arguments and errors are those of `Encoder`, and a call takes `token_types` beside. `BertModel`
+    of transformers has the same function; where its config names a `pad_token_id`, it leaves the
+    row of that token out of the gradient.
 
     Example:
         >>> model = Bert(BertConfig(6, 2, 3, context_length=8, vocab_size=11))
@@ -111,7 +111,8 @@ class BertMaskedLM(Bert):
 
         logits = norm(gelu(dense(x))) @ tok_emb^T + bias
 
-    The arguments are those of `Encoder`; `BertForMaskedLM` of transformers has the same function.
+    Arguments and errors are those of `Encoder`; `BertForMaskedLM` of transformers has the same
+    function.
 
     Example:
         >>> model = BertMaskedLM(BertConfig(6, 2, 3, context_length=8, vocab_size=11))

@@ -1,7 +1,5 @@
 """The blocks of a model, one after another."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any, cast
 

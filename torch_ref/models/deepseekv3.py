@@ -15,7 +15,7 @@ from torch_ref.modules.router import Router
 class DeepseekV3(Decoder[DeepseekV3Config]):
     """DeepSeek-V3: latent attention, and mixtures of experts in groups beside a shared one.
 
-    The arguments are those of `LanguageModel`.
+    Arguments and errors are those of `LanguageModel`.
 
     Example:
         >>> import torch

@@ -11,7 +11,7 @@ from torch_ref.modules.multi_head import MultiHeadAttention
 class DiffLlama(Decoder[DiffLlamaConfig]):
     """DiffLlama: a Llama with differential attention.
 
-    The arguments are those of `LanguageModel`.
+    Arguments and errors are those of `LanguageModel`.
 
     Example:
         >>> import torch

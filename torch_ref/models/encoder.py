@@ -1,7 +1,5 @@
 """What bidirectional encoders share: blocks in which every token attends to all others."""
 
-from __future__ import annotations
-
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import torch

@@ -1,7 +1,5 @@
 """The base of encoder-decoders: a decoder attends to the kept keys and values of an encoder."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any, Generic, Protocol, TypedDict, TypeVar, Unpack, runtime_checkable
 

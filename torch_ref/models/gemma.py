@@ -18,7 +18,7 @@ C = TypeVar("C", bound=GemmaConfig)
 class Gemma(Decoder[C]):
     """Gemma: a Llama with GeGLU, scaled embeddings, and norms with the factor `1 + scale`.
 
-    Embeddings are multiplied by `sqrt(d_model)`. The arguments are those of `LanguageModel`.
+    Embeddings are multiplied by `sqrt(d_model)`. Arguments and errors are those of `LanguageModel`.
 
     Example:
         >>> import torch

@@ -20,7 +20,8 @@ class Gemma2(Gemma[C]):
 
         logits = logit_cap * tanh(head(final_norm(x)) / logit_cap)
 
-    There are norms before and after the sublayers. The arguments are those of `LanguageModel`.
+    There are norms before and after the sublayers. Arguments and errors are those of
+    `LanguageModel`.
 
     Example:
         >>> import torch

@@ -10,8 +10,8 @@ from torch_ref.models.gemma2 import Gemma2
 class Gemma3(Gemma2[Gemma3Config]):
     """Gemma 3: a Gemma 2 with query and key norms, no caps, and two kinds of rotary positions.
 
-    Layers with a window are rotated by `local_rope`, those without by `rope`. The arguments are
-    those of `LanguageModel`.
+    Layers with a window are rotated by `local_rope`, those without by `rope`. Arguments and errors
+    are those of `LanguageModel`.
 
     Example:
         >>> import torch

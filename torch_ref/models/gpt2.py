@@ -25,7 +25,7 @@ class GPT2(LanguageModel[GPT2Config]):
         x = block_i(x) for each i
         logits = final_norm(x) @ tok_emb^T
 
-    The arguments are those of `LanguageModel`; `GPT2_CONFIGS` has the published sizes.
+    Arguments and errors are those of `LanguageModel`; `GPT2_CONFIGS` has the published sizes.
 
     Example:
         >>> import torch

@@ -14,7 +14,7 @@ from torch_ref.modules.router import Router
 class GptOss(Decoder[GptOssConfig]):
     """gpt-oss: attention sinks, windows and full layers in turn, and mixtures of experts.
 
-    The experts have a clamped SwiGLU. The arguments are those of `LanguageModel`.
+    The experts have a clamped SwiGLU. Arguments and errors are those of `LanguageModel`.
 
     Example:
         >>> import torch

@@ -1,7 +1,5 @@
 """The base of decoder-only language models: embedding, blocks, norm and head."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any, Generic, Protocol, TypedDict, TypeVar, Unpack, runtime_checkable
 

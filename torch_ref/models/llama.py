@@ -13,7 +13,7 @@ C = TypeVar("C", bound=LlamaConfig)
 class Llama(Decoder[C]):
     """Llama: rotary positions, RMS norms before the sublayers, grouped queries, SwiGLU.
 
-    With a window it is Mistral. The arguments are those of `LanguageModel`.
+    With a window it is Mistral. Arguments and errors are those of `LanguageModel`.
 
     Example:
         >>> import torch

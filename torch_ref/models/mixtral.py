@@ -12,7 +12,7 @@ from torch_ref.modules.router import Router
 class Mixtral(Decoder[MixtralConfig]):
     """Mixtral: a Llama whose feed-forward layers are mixtures of SwiGLU experts.
 
-    The arguments are those of `LanguageModel`.
+    Arguments and errors are those of `LanguageModel`.
 
     Example:
         >>> import torch

@@ -26,7 +26,7 @@ class ModernBert(TextEncoder[ModernBertConfig]):
         x = x + att(norm1(x)), x = x + ff(norm2(x)) in each block
         final_norm(x)
 
-    The first block has no norm before its attention. The arguments are those of `Encoder`;
+    The first block has no norm before its attention. Arguments and errors are those of `Encoder`;
     `ModernBertModel` of transformers has the same function.
 
     Example:
@@ -92,8 +92,8 @@ class ModernBertMaskedLM(ModernBert):
 
         logits = norm(gelu(dense(x))) @ tok_emb^T + bias
 
-    The arguments are those of `Encoder`; `ModernBertForMaskedLM` of transformers has the same
-    function.
+    Arguments and errors are those of `Encoder`; `ModernBertForMaskedLM` of transformers has the
+    same function.
 
     Example:
         >>> import torch

@@ -12,7 +12,8 @@ class Olmo2(Decoder[Olmo2Config]):
 
         x = x + post_norm1(att(x));  x = x + post_norm2(ff(x))
 
-    Queries and keys are normed over all heads together. The arguments are those of `LanguageModel`.
+    Queries and keys are normed over all heads together. Arguments and errors are those of
+    `LanguageModel`.
 
     Example:
         >>> import torch

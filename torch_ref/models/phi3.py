@@ -7,7 +7,7 @@ from torch_ref.models.decoder import Decoder
 class Phi3(Decoder[Phi3Config]):
     """Phi-3: a Llama that may rotate a part of each head.
 
-    Its projections are fused in the files. The arguments are those of `LanguageModel`.
+    Its projections are fused in the files. Arguments and errors are those of `LanguageModel`.
 
     Example:
         >>> import torch

@@ -10,7 +10,7 @@ from torch_ref.modules.multi_head import MultiHeadAttention
 class Qwen2(Decoder[Qwen2Config]):
     """Qwen2: a Llama with biases of queries, keys and values, and windows in some layers.
 
-    The arguments are those of `LanguageModel`.
+    Arguments and errors are those of `LanguageModel`.
 
     Example:
         >>> import torch

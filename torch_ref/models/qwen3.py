@@ -10,7 +10,7 @@ from torch_ref.modules.multi_head import MultiHeadAttention
 class Qwen3(Decoder[Qwen3Config]):
     """Qwen3: a Llama with query and key norms in each head, and windows in some layers.
 
-    The arguments are those of `LanguageModel`.
+    Arguments and errors are those of `LanguageModel`.
 
     Example:
         >>> import torch

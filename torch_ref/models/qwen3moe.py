@@ -13,7 +13,7 @@ from torch_ref.modules.router import Router
 class Qwen3Moe(Qwen3):
     """Qwen3 with mixtures of experts: a `Qwen3` in all but its feed-forward layers.
 
-    The arguments are those of `LanguageModel`.
+    Arguments and errors are those of `LanguageModel`.
 
     Example:
         >>> import torch

@@ -8,7 +8,7 @@ from torch_ref.models.llama import Llama
 class SmolLM3(Llama[SmolLM3Config]):
     """SmolLM3: a Llama without rotary positions in every fourth layer, and windows in some.
 
-    The arguments are those of `LanguageModel`.
+    Arguments and errors are those of `LanguageModel`.
 
     Example:
         >>> import torch

@@ -34,7 +34,7 @@ class T5(EncoderDecoder[T5Config]):
         scores = q k^T + bias[bucket(key position - query position)]
         logits = head(x / sqrt(d_model))
 
-    All layers of a stack share the buckets. The arguments are those of `EncoderDecoder`.
+    All layers of a stack share the buckets. Arguments and errors are those of `EncoderDecoder`.
     `T5ForConditionalGeneration` of transformers has the same function; in train mode it drops
     elements inside the feed-forward layer and behind the last norms too.
 

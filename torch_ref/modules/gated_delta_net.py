@@ -16,8 +16,8 @@ class GatedDeltaNet(DeltaAttention):
 
         decay(x) = -exp(A_log) * softplus(x W_decay + dt_bias)        gate(x) = silu(x W_gate)
 
-    The arguments are those of `DeltaAttention`, which states the rest of the formula. Decoding a
-    token takes as long after any number of tokens, and the cache does not grow.
+    Arguments and errors are those of `DeltaAttention`, which states the rest of the formula.
+    Decoding a token takes as long after any number of tokens, and the cache does not grow.
 
     Example:
         >>> import torch

@@ -1,7 +1,5 @@
 """The mixture of experts: a feed-forward layer with a choice of experts for each token."""
 
-from __future__ import annotations
-
 from jaxtyping import Float
 from torch import Tensor, nn
 

@@ -1,7 +1,5 @@
 """The router of a mixture of experts: the experts of each token, and their weights."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """The heads of a call, one by one, with their own backward pass: on CPUs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial

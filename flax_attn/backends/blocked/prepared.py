@@ -1,7 +1,5 @@
 """The arrays of a call as tiles of many heads read them."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import jax.numpy as jnp

@@ -1,7 +1,5 @@
 """Loops over the tiles of a division, and how what is found in them becomes one array."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any

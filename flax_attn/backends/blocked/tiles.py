@@ -1,7 +1,5 @@
 """The tiles of one head, for both passes: where they are, what is visible in them, their scores."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import reduce

@@ -7,8 +7,6 @@ it is divided at trace time into edge tiles: a few queries against just the keys
 sees.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import NamedTuple
 

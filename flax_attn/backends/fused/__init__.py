@@ -12,8 +12,6 @@ References:
     Dao 2023, FlashAttention-2 (arXiv:2307.08691).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar

@@ -1,7 +1,5 @@
 """A call in fused kernels, with its own backward pass."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial

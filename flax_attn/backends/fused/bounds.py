@@ -1,7 +1,5 @@
 """Which tiles of keys a tile of queries sees, and which queries see a tile of keys."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import jax

@@ -5,8 +5,6 @@ whatever else it takes: `slopes[n]`, `documents[i]` and `documents[j]` are array
 or `(b, n, 1, s)`. What needs both is arithmetic of such numbers, which a kernel does tile by tile.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial

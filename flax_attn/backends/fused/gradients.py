@@ -1,7 +1,5 @@
 """The kernels backward: of queries, of keys and values, and of arrays along the scores."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial

@@ -1,7 +1,5 @@
 """What a kernel reads of a call, as arrays that broadcast to `(b, n, t, s)`, beside its tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from numbers import Real
 

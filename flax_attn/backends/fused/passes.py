@@ -1,7 +1,5 @@
 """The kernels forward: of many queries, and of few with the keys in parts."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from functools import partial
 from types import ModuleType

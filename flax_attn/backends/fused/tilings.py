@@ -4,8 +4,6 @@ They do not depend on the numbers of tokens, heads or rows: the order of the sum
 of its keys alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar

@@ -1,7 +1,5 @@
 """Kernels in C++ for CPUs: tiles in registers, hidden blocks skipped, never holds the scores."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array

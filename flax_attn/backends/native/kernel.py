@@ -4,8 +4,6 @@ The primitives take the arrays of a whole `Call`. Under `jax.vmap` each of these
 before its own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial, reduce

@@ -5,8 +5,6 @@ References:
     Dao et al. 2022, FlashAttention (arXiv:2205.14135).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar

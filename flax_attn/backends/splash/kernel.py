@@ -1,7 +1,5 @@
 """A call as splash attention takes it: heads first, padded to its blocks, the mask as structure."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial, reduce
 from typing import Any

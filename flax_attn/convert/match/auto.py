@@ -1,7 +1,5 @@
 """`auto`: pair the parameters of a JAX and a PyTorch model, from the models themselves."""
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence

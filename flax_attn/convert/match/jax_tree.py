@@ -1,7 +1,5 @@
 """The layers of a JAX model: of NNX, bound Linen or Equinox."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any

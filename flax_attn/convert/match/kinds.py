@@ -4,8 +4,6 @@ Axes: `i` input and `o` output channels, `...` any others. A parameter whose axe
 both sides is the same parameter, whatever their order.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple

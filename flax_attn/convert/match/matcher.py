@@ -1,7 +1,5 @@
 """Match two trees of layers by kind and shape, then by name, number and order, without a guess."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence

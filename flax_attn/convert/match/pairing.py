@@ -1,7 +1,5 @@
 """The result of `auto`: a layout that prints as a table."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Why two models do not pair: every problem in one message."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from itertools import product
 

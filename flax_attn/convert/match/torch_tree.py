@@ -1,7 +1,5 @@
 """The layers of a PyTorch model, read without importing torch."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable
 from dataclasses import replace
 from typing import Any

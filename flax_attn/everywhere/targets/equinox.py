@@ -1,7 +1,5 @@
 """`equinox.nn.MultiheadAttention`, and the function that it calls for each head."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

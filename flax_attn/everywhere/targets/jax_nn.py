@@ -1,7 +1,5 @@
 """`jax.nn.dot_product_attention`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

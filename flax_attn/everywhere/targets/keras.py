@@ -1,7 +1,5 @@
 """`keras.layers.MultiHeadAttention` and `GroupedQueryAttention`, and `dot_product_attention`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module

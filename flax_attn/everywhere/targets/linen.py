@@ -1,7 +1,5 @@
 """`flax.linen.dot_product_attention`, which `linen.MultiHeadDotProductAttention` calls."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

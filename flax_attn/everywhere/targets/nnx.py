@@ -1,7 +1,5 @@
 """`flax.nnx.dot_product_attention`, which `nnx.MultiHeadAttention` calls."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

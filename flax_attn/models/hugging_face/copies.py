@@ -1,7 +1,5 @@
 """Weights that files may hold twice, such as a tied head: the copies must be equal."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from pathlib import Path
 

@@ -4,8 +4,6 @@ What else a config says is in the shape of a weight, which costs nothing to comp
 experts each is made.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Iterable
 from itertools import chain

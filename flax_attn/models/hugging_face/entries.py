@@ -1,7 +1,5 @@
 """The entries of a model by the names that its weights have in files."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """How Hugging Face stores the models of one family: the record for the loader."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any

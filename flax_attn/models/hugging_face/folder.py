@@ -6,8 +6,6 @@ against the headers of the files before the first weight is read; then one is re
 that memory holds the model once.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from os import PathLike

@@ -1,7 +1,5 @@
 """Weights of eight bits in blocks with a scale each, as DeepSeek-V3 is published."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Matrices that layers hold in the 8 or 4 bits that files store them in."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import reduce

@@ -3,8 +3,6 @@
 They are read as bfloat16, which holds them exactly.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import cache, partial
 

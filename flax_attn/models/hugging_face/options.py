@@ -1,7 +1,5 @@
 """The options of `from_pretrained`, and their checks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Literal, TypedDict
 

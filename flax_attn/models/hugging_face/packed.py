@@ -1,7 +1,5 @@
 """Entries of files that store a matrix in 8 or 4 bits."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Quantized weights: dequantized when read, never written."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import jax.numpy as jnp

@@ -1,7 +1,5 @@
 """The reading of weights into the variables of a model, one after another."""
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Iterable, Mapping

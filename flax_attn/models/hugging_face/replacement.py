@@ -1,7 +1,5 @@
 """The replacement of a model in a folder: at every moment it holds the old one or the new one."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The streams of dropout of a model that is read: the only state beside the parameters."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable
 from typing import TypeGuard

@@ -1,7 +1,5 @@
 """Faults of the attention formula: scores, softmax, masks and dropout of the weights."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

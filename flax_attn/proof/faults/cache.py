@@ -1,7 +1,5 @@
 """Faults of computing in steps with a cache; without a cache nothing is wrong."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -3,8 +3,6 @@
 Other norms, positions and windows by layer, caps and gates.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch
@@ -83,7 +81,7 @@ def of_the_whole_head(cos_sin, rope, width, positions, dtype):
 LONGROPE = "multi_head_rope_longrope"
 
 
-def rescaled(change):
+def rope_scaling_patch(change):
     """The rotation of PyTorch alone with changed fields of its scaling, which both sides share."""
 
     def cos_sin(original, rope, *others):
@@ -93,11 +91,11 @@ def rescaled(change):
     return Wrap(RoPE, "_cos_sin", cos_sin)
 
 
-SHORT_FACTORS = rescaled(lambda scaling: {"long_factors": scaling.short_factors})
-FIVE_LATER = rescaled(
+SHORT_FACTORS = rope_scaling_patch(lambda scaling: {"long_factors": scaling.short_factors})
+FIVE_LATER = rope_scaling_patch(
     lambda scaling: {"original_context_length": scaling.original_context_length + 5}
 )
-NO_TEMPERATURE = rescaled(lambda scaling: {"attention_factor": 1.0})
+NO_TEMPERATURE = rope_scaling_patch(lambda scaling: {"attention_factor": 1.0})
 
 # Windows and rotations by layer, and rotations of a part of a head.
 LAYERS = (

@@ -1,7 +1,5 @@
 """Faults of encoders and encoder-decoders."""
 
-from __future__ import annotations
-
 import torch
 from einops import rearrange
 from torch import nn

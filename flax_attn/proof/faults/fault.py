@@ -3,8 +3,6 @@
 It says what is replaced by what, in which variant, and which check detects it first.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass

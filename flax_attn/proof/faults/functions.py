@@ -1,7 +1,5 @@
 """Faults of functions as masks and scores: the arguments they get, and where they are applied."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -20,7 +18,7 @@ SOFT_CAP = 1.5
 CACHE = "cache = full"
 
 
-def told(change: Callable) -> Patch:
+def score_indices_patch(change: Callable) -> Patch:
     """Return the patch that changes the indices that a function of scores is told of."""
 
     def apply(apply, score, scores):
@@ -32,7 +30,7 @@ def told(change: Callable) -> Patch:
     return Wrap(ScoreFunction, "apply", apply)
 
 
-def asked(change: Callable) -> Patch:
+def mask_indices_patch(change: Callable) -> Patch:
     """Return the patch that changes the indices that a mask asks its function about."""
 
     def allow(allow, part, rows, cols):
@@ -49,7 +47,7 @@ def before_the_cap(apply, score, scores):
     return SOFT_CAP * torch.tanh(apply(score, SOFT_CAP * torch.atanh(scores / SOFT_CAP)) / SOFT_CAP)
 
 
-def in_the_order_of_tokens(**positions):
+def token_order_patch(**positions):
     """Return the patch by which queries or keys stand where they are in the call."""
     return Wrap(
         ScoreFunction,
@@ -61,13 +59,13 @@ def in_the_order_of_tokens(**positions):
 FAULTS = (
     fault("function_told_of_the_first_row",
           "A function of scores is told of the first row of the batch alone.", SCORE,
-          told(lambda b, n, i, j: (0 * b, n, i, j))),
+          score_indices_patch(lambda b, n, i, j: (0 * b, n, i, j))),
     fault("function_told_of_the_shared_head",
           "A function of scores is told of the key/value head.", SCORE,
-          told(lambda b, n, i, j: (b, n // 2, i, j))),
+          score_indices_patch(lambda b, n, i, j: (b, n // 2, i, j))),
     fault("function_told_key_first",
           "A function of scores is told of the key before the query.", SCORE,
-          told(lambda b, n, i, j: (b, n, j, i))),
+          score_indices_patch(lambda b, n, i, j: (b, n, j, i))),
     fault("function_before_the_soft_cap", "A function of scores comes before the soft cap.", SCORE,
           Wrap(ScoreFunction, "apply", before_the_cap)),
     fault("no_function_of_scores", "A function of scores is not applied.", SCORE,
@@ -83,21 +81,21 @@ FAULTS = (
           check="gradients"),
     fault("function_restarts",
           "With a cache, a function of scores counts queries from 0 in every step.", SCORE,
-          in_the_order_of_tokens(query_positions=None), check=CACHE),
+          token_order_patch(query_positions=None), check=CACHE),
     fault("function_told_of_slots",
           "A function of scores is told of slots in a ring buffer, not of positions.", RING,
-          in_the_order_of_tokens(key_positions=None), check=CACHE),
+          token_order_patch(key_positions=None), check=CACHE),
     fault("function_hides", "True from the function of a mask hides.", MASK,
           Wrap(Where, "allow", lambda allow, *arguments: ~allow(*arguments))),
     fault("function_asked_for_one_head",
           "The function of a mask is asked about the first head for all.", MASK,
-          asked(lambda b, n, i, j: (b, 0 * n, i, j))),
+          mask_indices_patch(lambda b, n, i, j: (b, 0 * n, i, j))),
     fault("function_asked_for_one_row",
           "The function of a mask is asked about the first row of the batch for all.", MASK,
-          asked(lambda b, n, i, j: (0 * b, n, i, j))),
+          mask_indices_patch(lambda b, n, i, j: (0 * b, n, i, j))),
     fault("function_asked_key_first",
           "The function of a mask is asked about the key before the query.", MASK,
-          asked(lambda b, n, i, j: (b, n, j, i))),
+          mask_indices_patch(lambda b, n, i, j: (b, n, j, i))),
     fault("function_of_a_mask_restarts",
           "With a cache, the function of a mask counts queries from 0 in every step.", MASK,
           Wrap(Where, "allow",

@@ -1,7 +1,5 @@
 """Faults of latent attention, and of the models that have it or experts."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 
@@ -54,7 +52,7 @@ def with_rotated(keys, rotated):
     return torch.cat([keys, rotated.expand(*keys.shape[:-1], -1)], dim=-1)
 
 
-def split_heads(pattern, parts):
+def split_heads_patch(pattern, parts):
     """Return the patch of latent attention that splits its keys and values otherwise."""
 
     def keys_and_values(att, latents):
@@ -99,10 +97,10 @@ ATTENTION = (
           "The scale counts the features that are not rotated alone.", DEEPSEEK,
           Patch("", "head_dim", 3)),
     fault("values_before_keys", "The joint projection is split into values and keys.", DEEPSEEK,
-          split_heads("... s (n h) -> ... s n h", values_first)),
+          split_heads_patch("... s (n h) -> ... s n h", values_first)),
     fault("features_before_heads",
           "The joint projection is split into features of heads in turn.", DEEPSEEK,
-          split_heads("... s (h n) -> ... s n h", keys_first)),
+          split_heads_patch("... s (h n) -> ... s n h", keys_first)),
     fault("absorbed_scale",
           "With a cache, the scale is that of the width of what is cached.", DEEPSEEK,
           Wrap(MultiHeadLatentAttention, "_queries", scaled_by_latent), check="cache = full"),

@@ -1,7 +1,5 @@
 """Faults of norms, feed-forward layers, blocks and models."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

@@ -1,7 +1,5 @@
 """Faults of attention over tokens split among devices, each patched into `flax_attn.sharding`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Faults of mixtures of experts: of the router, the experts and what is shared."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch
@@ -29,7 +27,7 @@ def weights_with_bias(forward, router, x):
     return routing._replace(weights=router.scale * weights / weights.sum(dim=-1, keepdim=True))
 
 
-def groups_by(score):
+def router_groups_patch(score):
     """Return the patch of a router whose groups are chosen by `score` of their experts."""
 
     def eligible(router, scores):
@@ -48,7 +46,7 @@ def shifted_by_one(forward, experts, x, routing):
     )
 
 
-def clamped(gate, up):
+def swiglu_bounds_patch(gate, up):
     """Return the patch of a clamped SwiGLU whose branches are bounded otherwise."""
     return Wrap(ClampedSwiGLU, "__call__", lambda call, act, g, u: call(
         replace(act, limit=1e9), gate(g, act.limit), up(u, act.limit)))  # fmt: skip
@@ -72,7 +70,7 @@ ROUTER = (
           Modify("router", "selection_bias", torch.zeros_like)),
     fault("groups_by_the_best",
           "A group is chosen by its best expert, not by its best two.", DEEPSEEK,
-          groups_by(lambda grouped: grouped.amax(dim=-1))),
+          router_groups_patch(lambda grouped: grouped.amax(dim=-1))),
     fault("groups_ignored", "Experts are chosen from all groups.", DEEPSEEK,
           Patch("router", "groups", 1)),
     fault("routed_scale_missing", "The factor of the routed experts is 1.", DEEPSEEK,
@@ -93,13 +91,14 @@ EXPERTS = (
     fault("no_gate_of_the_shared", "The shared expert is not gated.", QWEN,
           Patch("", "shared_gate", None)),
     fault("gate_clamped_below", "The gate is bounded below, not above.", GPT_OSS,
-          clamped(lambda g, limit: g.clamp(min=-limit), lambda u, limit: u.clamp(-limit, limit))),
+          swiglu_bounds_patch(lambda g, limit: g.clamp(min=-limit),
+                              lambda u, limit: u.clamp(-limit, limit))),
     fault("gate_clamped_twice", "The gate is bounded on both sides.", GPT_OSS,
-          clamped(lambda g, limit: g.clamp(-limit, limit),
-                  lambda u, limit: u.clamp(-limit, limit))),
+          swiglu_bounds_patch(lambda g, limit: g.clamp(-limit, limit),
+                              lambda u, limit: u.clamp(-limit, limit))),
     fault("up_without_one", "The up branch is not raised by 1.", GPT_OSS,
-          clamped(lambda g, limit: g.clamp(max=limit),
-                  lambda u, limit: u.clamp(-limit, limit) - 1)),
+          swiglu_bounds_patch(lambda g, limit: g.clamp(max=limit),
+                              lambda u, limit: u.clamp(-limit, limit) - 1)),
     fault("plain_silu_in_the_gate", "The sigmoid of the gate has the slope 1, not 1.702.", GPT_OSS,
           Modify("experts", "activation", lambda act: replace(act, alpha=1.0))),
 )  # fmt: skip

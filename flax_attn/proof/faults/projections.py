@@ -1,7 +1,5 @@
 """Faults around the attention formula: projections, heads, norms of heads, and positions."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch
@@ -30,7 +28,7 @@ GROUPED = "multi_head_gqa"
 QWEN2 = "block_qwen2"
 
 
-def heads_joined(join):
+def joined_heads_patch(join):
     """Return the patch that joins the heads by another function."""
 
     def rearranged(original, x, pattern, **axes):
@@ -74,9 +72,9 @@ PROJECTIONS = (
     fault("transposed_kernel", "A square kernel is transposed.", SQUARE,
           Modify("W_value", "weight", lambda weight: nn.Parameter(weight.data.T.contiguous()))),
     fault("reversed_heads", "The heads are joined in reverse order.", CAUSAL,
-          heads_joined(lambda heads: heads.flip(-2).flatten(-2))),
+          joined_heads_patch(lambda heads: heads.flip(-2).flatten(-2))),
     fault("heads_side_by_side", "The heads are joined feature by feature.", CAUSAL,
-          heads_joined(lambda heads: rearrange(heads, "... t n h -> ... t (h n)"))),
+          joined_heads_patch(lambda heads: rearrange(heads, "... t n h -> ... t (h n)"))),
     fault("heads_split_across_tokens", "Heads are split by a reshape, without a transpose.", CAUSAL,
           Wrap(multi_head, "rearrange", split_across_tokens)),
     fault("tiled_heads", "Key/value heads are tiled, not repeated.", GROUPED,

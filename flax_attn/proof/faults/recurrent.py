@@ -1,7 +1,5 @@
 """Faults of recurrent attentions: the delta rule, its decay, its convolution and its state."""
 
-from __future__ import annotations
-
 import torch
 from torch.nn import functional
 

@@ -1,7 +1,5 @@
 """Faults of the optimizer: the module is right, and its training differs."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -1,6 +1,7 @@
 """The rows of attention."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -78,45 +79,35 @@ def _rescored(p: Any, heads: int) -> Callable:
 
 def rows(sizes: TableSizes) -> tuple[Variant, ...]:
     """Return the rows."""
+    one_input = partial(layer, sizes)
+    multi_head = partial(_multi_head, sizes)
     t, heads = sizes.t, 4 * sizes.times(4)
     # A mask that keeps no structure.
     dense = np.random.default_rng(0).random((heads, t, t)) < 0.6
     return (
         # The attentions of one head, and several of them side by side.
-        layer(sizes, "simplified", "SimplifiedSelfAttention"),
-        layer(sizes, "self_attention", "SelfAttention", d_in=4, d_out=6),
-        layer(
-            sizes, "self_attention_d_key", "SelfAttention", d_in=4, d_out=6, qkv_bias=True, d_key=2
-        ),
-        layer(sizes, "causal", "CausalAttention", **_HEAD),
-        layer(sizes, "causal_d_key", "CausalAttention", **_HEAD, qkv_bias=True, d_key=2),
-        layer(
-            sizes,
-            "multi_head_wrapper",
-            "MultiHeadAttentionWrapper",
-            **_HEAD,
-            num_heads=2,
-            qkv_bias=True,
+        one_input("simplified", "SimplifiedSelfAttention"),
+        one_input("self_attention", "SelfAttention", d_in=4, d_out=6),
+        one_input("self_attention_d_key", "SelfAttention", d_in=4, d_out=6, qkv_bias=True, d_key=2),
+        one_input("causal", "CausalAttention", **_HEAD),
+        one_input("causal_d_key", "CausalAttention", **_HEAD, qkv_bias=True, d_key=2),
+        one_input(
+            "multi_head_wrapper", "MultiHeadAttentionWrapper", **_HEAD, num_heads=2, qkv_bias=True
         ),
         # Projections, and how heads share keys and values.
-        _multi_head(sizes, "causal"),
+        multi_head("causal"),
         # What torch's own layer and GPT-2's can represent.
-        _multi_head(sizes, "square", 8, d_in=8, qkv_bias=True),
-        _multi_head(sizes, "gqa", num_kv_heads=2, qkv_bias=True),
-        _multi_head(sizes, "mqa", num_kv_heads=1, out_bias=False),
-        _multi_head(sizes, "bidirectional", **OPEN),
-        _multi_head(sizes, "cross", 6, 5, 3, **_CROSS, qkv_bias=True),
-        _multi_head(
-            sizes,
-            "cross_causal",
-            *(6, 5, 3),
-            call=lambda p: {"mask": p.Mask.causal(offset=2)},
-            **_CROSS,
+        multi_head("square", 8, d_in=8, qkv_bias=True),
+        multi_head("gqa", num_kv_heads=2, qkv_bias=True),
+        multi_head("mqa", num_kv_heads=1, out_bias=False),
+        multi_head("bidirectional", **OPEN),
+        multi_head("cross", 6, 5, 3, **_CROSS, qkv_bias=True),
+        multi_head(
+            "cross_causal", *(6, 5, 3), call=lambda p: {"mask": p.Mask.causal(offset=2)}, **_CROSS
         ),
         # Masks of the call.
         # The first row of the batch attends to nothing.
-        _multi_head(
-            sizes,
+        multi_head(
             "padding",
             call=lambda p: {
                 "mask": p.Mask.lengths(
@@ -124,8 +115,7 @@ def rows(sizes: TableSizes) -> tuple[Variant, ...]:
                 )
             },
         ),
-        _multi_head(
-            sizes,
+        multi_head(
             "packed_window",
             call=lambda p: {
                 "mask": p.Mask.segments(np.where(np.arange(t) < 3, 7, 0)) & p.Mask.sliding_window(2)
@@ -133,24 +123,17 @@ def rows(sizes: TableSizes) -> tuple[Variant, ...]:
             causal=False,
             chunks=sizes.chunks,
         ),
-        _multi_head(
-            sizes,
+        multi_head(
             "prefix_dense",
             call=lambda p: {"mask": p.Mask.prefix(2) & p.Mask.dense(dense)},
             causal=False,
             chunks=sizes.chunks,
         ),
         # Positions: rotations, and biases by distance.
-        _multi_head(
-            sizes,
-            "rope",
-            parts=lambda p: {"rope": p.RoPE()},
-            num_heads=2,
-            num_kv_heads=1,
-            qkv_bias=True,
+        multi_head(
+            "rope", parts=lambda p: {"rope": p.RoPE()}, num_heads=2, num_kv_heads=1, qkv_bias=True
         ),
-        _multi_head(
-            sizes,
+        multi_head(
             "rope_yarn_packed",
             call=lambda p: {
                 "positions": fitted(sizes, _PACKED),
@@ -163,8 +146,7 @@ def rows(sizes: TableSizes) -> tuple[Variant, ...]:
             num_heads=2,
         ),
         # The first row of the batch is short, the others are long.
-        _multi_head(
-            sizes,
+        multi_head(
             "rope_longrope",
             call=lambda p: {"positions": fitted(sizes, _PACKED)},
             parts=lambda p: {
@@ -174,15 +156,13 @@ def rows(sizes: TableSizes) -> tuple[Variant, ...]:
             chunks=(),
         ),
         # Of 4 or 8 heads: the slopes are exact in every dtype.
-        _multi_head(
-            sizes,
+        multi_head(
             "alibi",
             call=lambda p: {"bias": lambda query, key: p.alibi(heads, query, key)},
             parts=lambda p: {"scores": p.Scores(scale=0.8)},
         ),
         # With a table that is exact in every dtype.
-        _multi_head(
-            sizes,
+        multi_head(
             "t5",
             call=lambda p: {
                 "bias": lambda query, key: p.t5_bias(
@@ -193,31 +173,27 @@ def rows(sizes: TableSizes) -> tuple[Variant, ...]:
             **OPEN,
         ),
         # What is done with scores.
-        _multi_head(
-            sizes,
+        multi_head(
             "soft_cap_sinks",
             call=lambda p: {"bias": lambda query, key: p.alibi(heads, query, key)},
             parts=lambda p: {"scores": p.Scores(soft_cap=1.5, sinks=True)},
             num_kv_heads=2,
         ),
         # Functions of the user as masks and scores.
-        _multi_head(
-            sizes,
+        multi_head(
             "function_mask",
             call=lambda p: {"mask": p.Mask.where(_seen)},
             causal=False,
             chunks=sizes.chunks,
         ),
-        _multi_head(
-            sizes,
+        multi_head(
             "function_score",
             parts=lambda p: {
                 "scores": p.Scores(soft_cap=1.5, sinks=True, function=_rescored(p, heads))
             },
             num_kv_heads=2,
         ),
-        _multi_head(
-            sizes,
+        multi_head(
             "function_window",
             call=lambda p: {"mask": p.Mask.where(_seen)},
             parts=lambda p: {"scores": p.Scores(function=_rescored(p, heads))},
@@ -225,46 +201,28 @@ def rows(sizes: TableSizes) -> tuple[Variant, ...]:
             capacity=4,
         ),
         # Norms, gates and differences of heads.
-        _multi_head(
-            sizes, "qk_norm", parts=lambda p: {"rope": p.RoPE(), **head_norms(p, 6)}, **_WIDE_HEADS
+        multi_head(
+            "qk_norm", parts=lambda p: {"rope": p.RoPE(), **head_norms(p, 6)}, **_WIDE_HEADS
         ),
-        _multi_head(
-            sizes,
+        multi_head(
             "qk_norm_over_heads",
             parts=lambda p: {"rope": p.RoPE(), **head_norms(p, 6 * heads, 12)},
             **_WIDE_HEADS,
         ),
-        _multi_head(sizes, "gated_features", num_kv_heads=2, qkv_bias=True, output_gate="features"),
-        _multi_head(
-            sizes,
-            "gated_heads",
-            parts=lambda p: {"rope": p.RoPE()},
-            head_dim=6,
-            output_gate="heads",
+        multi_head("gated_features", num_kv_heads=2, qkv_bias=True, output_gate="features"),
+        multi_head(
+            "gated_heads", parts=lambda p: {"rope": p.RoPE()}, head_dim=6, output_gate="heads"
         ),
-        _multi_head(
-            sizes, "partial_rope", parts=lambda p: {"rope": p.RoPE(500.0, width=4)}, **_WIDE_HEADS
+        multi_head("partial_rope", parts=lambda p: {"rope": p.RoPE(500.0, width=4)}, **_WIDE_HEADS),
+        multi_head(
+            "differential", parts=lambda p: {"rope": p.RoPE()}, **_DIFFERENTIAL, lambda_init=0.4
         ),
-        _multi_head(
-            sizes,
-            "differential",
-            parts=lambda p: {"rope": p.RoPE()},
-            **_DIFFERENTIAL,
-            lambda_init=0.4,
-        ),
-        _multi_head(
-            sizes,
-            "differential_gqa",
-            **_DIFFERENTIAL,
-            **_WIDE_HEADS,
-            window=3,
-            capacity=3,
-            qkv_bias=True,
+        multi_head(
+            "differential_gqa", **_DIFFERENTIAL, **_WIDE_HEADS, window=3, capacity=3, qkv_bias=True
         ),
         # Caches: ring buffers, and rows of different lengths.
-        _multi_head(sizes, "window", num_kv_heads=2, window=2, capacity=2),
-        _multi_head(
-            sizes,
+        multi_head("window", num_kv_heads=2, window=2, capacity=2),
+        multi_head(
             "ragged",
             num_kv_heads=2,
             chunks=(of_rows(sizes, 3, 1, 2), of_rows(sizes, t - 3, t - 1, t - 2)),

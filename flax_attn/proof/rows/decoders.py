@@ -83,62 +83,50 @@ def _next(sizes: TableSizes, p: Any) -> Any:
 
 def rows(sizes: TableSizes) -> tuple[Variant, ...]:
     """Return the rows."""
+    model = partial(_model, sizes)
     widths, lengths, experts = _widths(sizes), _lengths(sizes), _experts(sizes)
     turns: dict[str, Any] = {**lengths, "head_dim": 6, "window": 3, "full_layers": (1,)}
     # GPT-2 has as many key/value heads as heads.
     gpt2 = lcm(6, sizes.heads), sizes.heads, 2
     return (
         # Plain decoders, and those with a window in some layers.
-        _model(sizes, "GPT2", lambda p: p.GPT2Config(*gpt2, **lengths, dropout=0.3), dropout=True),
-        _model(sizes, "Llama", lambda p: p.LlamaConfig(*widths, **lengths)),
-        _model(
-            sizes, "Qwen2", lambda p: p.Qwen2Config(*widths, **lengths, window=3, full_layers=(0,))
-        ),
-        _model(sizes, "Qwen3", lambda p: p.Qwen3Config(*widths, **lengths, head_dim=6)),
-        _model(
-            sizes,
+        model("GPT2", lambda p: p.GPT2Config(*gpt2, **lengths, dropout=0.3), dropout=True),
+        model("Llama", lambda p: p.LlamaConfig(*widths, **lengths)),
+        model("Qwen2", lambda p: p.Qwen2Config(*widths, **lengths, window=3, full_layers=(0,))),
+        model("Qwen3", lambda p: p.Qwen3Config(*widths, **lengths, head_dim=6)),
+        model(
             "Phi3",
             lambda p: p.Phi3Config(*widths, **lengths, head_dim=6, rope=p.RoPE(50.0, width=4)),
         ),
         # Decoders with other norms, caps and scales.
-        _model(sizes, "Gemma", lambda p: p.GemmaConfig(*widths, **lengths, head_dim=6)),
-        _model(
-            sizes,
+        model("Gemma", lambda p: p.GemmaConfig(*widths, **lengths, head_dim=6)),
+        model(
             "Gemma2",
             lambda p: p.Gemma2Config(
                 *widths, **turns, query_pre_attn_scalar=5, score_cap=1.5, logit_cap=2.0
             ),
         ),
-        _model(
-            sizes,
+        model(
             "Gemma3",
             lambda p: p.Gemma3Config(
                 *widths, **turns, query_pre_attn_scalar=5, local_rope=p.RoPE(30.0)
             ),
         ),
-        _model(sizes, "Olmo2", lambda p: p.Olmo2Config(*widths, **lengths, head_dim=6)),
-        _model(
-            sizes,
-            "DiffLlama",
-            lambda p: p.DiffLlamaConfig(*widths[:4], widths[2], **lengths, head_dim=6),
+        model("Olmo2", lambda p: p.Olmo2Config(*widths, **lengths, head_dim=6)),
+        model(
+            "DiffLlama", lambda p: p.DiffLlamaConfig(*widths[:4], widths[2], **lengths, head_dim=6)
         ),
-        _model(
-            sizes, "SmolLM3", lambda p: p.SmolLM3Config(*widths, **turns, unrotated_layers=(0,))
-        ),
+        model("SmolLM3", lambda p: p.SmolLM3Config(*widths, **turns, unrotated_layers=(0,))),
         # Mixtures of experts, recurrent layers and latent attention.
-        _model(
-            sizes,
+        model(
             "Mixtral",
             lambda p: p.MixtralConfig(*widths, **lengths, num_experts=experts["num_experts"]),
         ),
-        _model(
-            sizes,
-            "Qwen3Moe",
-            lambda p: p.Qwen3MoeConfig(*widths, **lengths, **experts, dense_layers=(0,)),
+        model(
+            "Qwen3Moe", lambda p: p.Qwen3MoeConfig(*widths, **lengths, **experts, dense_layers=(0,))
         ),
-        _model(sizes, "Qwen3Next", partial(_next, sizes)),
-        _model(
-            sizes,
+        model("Qwen3Next", partial(_next, sizes)),
+        model(
             "GptOss",
             lambda p: p.GptOssConfig(
                 *widths,
@@ -149,5 +137,5 @@ def rows(sizes: TableSizes) -> tuple[Variant, ...]:
                 full_layers=(1,),
             ),
         ),
-        _model(sizes, "DeepseekV3", partial(_deepseek, sizes)),
+        model("DeepseekV3", partial(_deepseek, sizes)),
     )

@@ -1,6 +1,7 @@
 """The rows of latent attention, which caches what keys and values are made of."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from flax_attn.proof.rows.row import of_rows
@@ -51,22 +52,14 @@ def _latent(
 
 def rows(sizes: TableSizes) -> tuple[Variant, ...]:
     """Return the rows."""
+    latent = partial(_latent, sizes)
     t = sizes.t
     return (
-        _latent(sizes, "deepseek", q_lora_rank=7),
-        _latent(sizes, "absorbed", form="absorbed", scores={"soft_cap": 1.5, "sinks": True}),
-        _latent(
-            sizes,
-            "plain",
-            form="plain",
-            rope={},
-            qkv_bias=True,
-            out_bias=True,
-            scores={"scale": 0.4},
-        ),
-        _latent(sizes, "window", window=2, capacity=3),
-        _latent(
-            sizes,
+        latent("deepseek", q_lora_rank=7),
+        latent("absorbed", form="absorbed", scores={"soft_cap": 1.5, "sinks": True}),
+        latent("plain", form="plain", rope={}, qkv_bias=True, out_bias=True, scores={"scale": 0.4}),
+        latent("window", window=2, capacity=3),
+        latent(
             "ragged",
             chunks=(of_rows(sizes, 3, 1, 2), of_rows(sizes, t - 3, t - 1, t - 2)),
             capacity=8,

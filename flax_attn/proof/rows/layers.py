@@ -1,6 +1,7 @@
 """The rows of blocks and of their other parts."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from flax_attn.proof.rows.row import OPEN, divided, head_norms, layer, rms_norm
@@ -97,28 +98,29 @@ def _mixtral(sizes: TableSizes) -> Callable[[Any], Any]:
 
 def rows(sizes: TableSizes) -> tuple[Variant, ...]:
     """Return the rows."""
+    one_input = partial(layer, sizes)
+    block = partial(_block, sizes)
+    mixture = partial(_mixture, sizes)
     t = sizes.t
     hidden = words = 7 * sizes.times(7)
     return (
         # Blocks in the order of norms of GPT-2, BERT and Gemma 2.
-        _block(sizes, "gpt2", _feed_forward(sizes, "gelu_tanh"), _layer_norm, qkv_bias=True),
-        _block(sizes, "llama_norms", _feed_forward(sizes, "gelu_exact"), rms_norm, num_kv_heads=1),
-        _block(
-            sizes,
+        block("gpt2", _feed_forward(sizes, "gelu_tanh"), _layer_norm, qkv_bias=True),
+        block("llama_norms", _feed_forward(sizes, "gelu_exact"), rms_norm, num_kv_heads=1),
+        block(
             "bert",
             _feed_forward(sizes, "gelu_exact"),
             lambda p: p.LayerNorm(6, 1e-3),
             norm_first=False,
             **OPEN,
         ),
-        _block(sizes, "post_rms", _feed_forward(sizes, "gelu_tanh"), rms_norm, norm_first=False),
-        _block(sizes, "gemma2", _feed_forward(sizes, "gelu_tanh"), rms_norm, post_norm=rms_norm),
-        _block(sizes, "olmo2", _swiglu(sizes), None, post_norm=rms_norm, out_bias=False),
+        block("post_rms", _feed_forward(sizes, "gelu_tanh"), rms_norm, norm_first=False),
+        block("gemma2", _feed_forward(sizes, "gelu_tanh"), rms_norm, post_norm=rms_norm),
+        block("olmo2", _swiglu(sizes), None, post_norm=rms_norm, out_bias=False),
         # Blocks of Llama and of the families that follow it.
-        _block(sizes, "llama", _swiglu(sizes), rms_norm, **_LLAMA),
-        _block(sizes, "qwen2", _swiglu(sizes), rms_norm, **_LLAMA, qkv_bias=True),
-        _block(
-            sizes,
+        block("llama", _swiglu(sizes), rms_norm, **_LLAMA),
+        block("qwen2", _swiglu(sizes), rms_norm, **_LLAMA, qkv_bias=True),
+        block(
             "qwen_window",
             _swiglu(sizes),
             rms_norm,
@@ -128,21 +130,20 @@ def rows(sizes: TableSizes) -> tuple[Variant, ...]:
             capacity=3,
         ),
         # Norms.
-        layer(sizes, "layer_norm", "LayerNorm", d_model=4, eps=1e-3),
-        layer(sizes, "rms_norm", "RMSNorm", d_model=4, eps=1e-3),
-        layer(sizes, "rms_norm_zero_centred", "RMSNorm", d_model=4, eps=1e-3, zero_centred=True),
+        one_input("layer_norm", "LayerNorm", d_model=4, eps=1e-3),
+        one_input("rms_norm", "RMSNorm", d_model=4, eps=1e-3),
+        one_input("rms_norm_zero_centred", "RMSNorm", d_model=4, eps=1e-3, zero_centred=True),
         # Feed-forward layers.
-        layer(sizes, "feed_forward_tanh", "FeedForward", d_model=4, d_hidden=hidden),
-        layer(sizes, "feed_forward_exact", "FeedForward", d_model=4, activation="gelu_exact"),
-        layer(sizes, "swiglu", "GatedFeedForward", d_model=4, d_hidden=hidden),
-        layer(sizes, "geglu", "GatedFeedForward", d_model=4, activation="gelu_tanh", bias=True),
+        one_input("feed_forward_tanh", "FeedForward", d_model=4, d_hidden=hidden),
+        one_input("feed_forward_exact", "FeedForward", d_model=4, activation="gelu_exact"),
+        one_input("swiglu", "GatedFeedForward", d_model=4, d_hidden=hidden),
+        one_input("geglu", "GatedFeedForward", d_model=4, activation="gelu_tanh", bias=True),
         # Mixtures of experts.
-        _mixture(sizes, "mixtral", {}),
-        _mixture(sizes, "dense", {}, form="dense"),
-        _mixture(sizes, "qwen2", {"renormalize": False}, shared=True, gate=True),
-        _mixture(sizes, "gpt_oss", {"bias": True}, lambda p: p.ClampedSwiGLU(0.3), bias=True),
-        _mixture(
-            sizes,
+        mixture("mixtral", {}),
+        mixture("dense", {}, form="dense"),
+        mixture("qwen2", {"renormalize": False}, shared=True, gate=True),
+        mixture("gpt_oss", {"bias": True}, lambda p: p.ClampedSwiGLU(0.3), bias=True),
+        mixture(
             "deepseek_v3",
             {
                 "scores": "sigmoid",
@@ -153,7 +154,7 @@ def rows(sizes: TableSizes) -> tuple[Variant, ...]:
             },
             shared=True,
         ),
-        _block(sizes, "mixtral", _mixtral(sizes), rms_norm),
+        block("mixtral", _mixtral(sizes), rms_norm),
         # Tables of embeddings.
         Variant(
             "embedding",

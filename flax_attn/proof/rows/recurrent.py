@@ -1,6 +1,7 @@
 """The rows of recurrent attention, whose cache is a state."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from flax_attn.proof.rows.row import DOCUMENTS, fitted, of_rows
@@ -32,24 +33,22 @@ def _delta(
 
 def rows(sizes: TableSizes) -> tuple[Variant, ...]:
     """Return the rows."""
+    delta = partial(_delta, sizes)
     t = sizes.t
     return (
-        _delta(sizes, "gated_delta_net", num_key_heads=2, value_dim=5),
-        _delta(
-            sizes,
+        delta("gated_delta_net", num_key_heads=2, value_dim=5),
+        delta(
             "gated_delta_net_packed",
             call=lambda p: {"mask": p.Mask.segments(fitted(sizes, DOCUMENTS))},
             kernel_size=3,
         ),
-        _delta(
-            sizes,
+        delta(
             "gated_delta_net_ragged",
             chunks=(of_rows(sizes, 3, 1, 2), of_rows(sizes, t - 3, t - 1, t - 2)),
             num_key_heads=1,
         ),
-        _delta(sizes, "kimi_delta_attention", "KimiDeltaAttention", value_dim=5),
-        _delta(
-            sizes,
+        delta("kimi_delta_attention", "KimiDeltaAttention", value_dim=5),
+        delta(
             "kimi_delta_attention_packed",
             "KimiDeltaAttention",
             call=lambda p: {"mask": p.Mask.segments(fitted(sizes, DOCUMENTS)) & p.Mask.causal()},
