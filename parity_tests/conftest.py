@@ -127,6 +127,7 @@ class Side:
     def gradients(self, function, *arrays):
         """Return the gradients of a scalar function, as numpy arrays."""
         if self.is_flax:
+            # Operation by operation it would compile a program for each.
             differentiate = jax.jit(jax.grad(function, tuple(range(len(arrays)))))
             return [np.asarray(gradient) for gradient in differentiate(*arrays)]
         # Leaves of their own: what is given stays as it is.

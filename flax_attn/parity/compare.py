@@ -87,9 +87,9 @@ def compare(
             Floating ones are cast to the dtype of each run. A tuple of integers is a shape: an
             array is drawn from the normal distribution.
         layout: pairs of parameters. `"auto"` pairs them by the layers of both modules, see
-            `convert.auto`; a name from `convert.LAYOUTS`, a `Layout` or a list of `Rule` defines
-            them; None means that the weights already agree: they are kept, and checks that need the
-            pairs do not run.
+            `convert.auto`, and where names leave several pairings, by the outputs; a name from
+            `convert.LAYOUTS`, a `Layout` or a list of `Rule` defines them; None means that the
+            weights already agree: they are kept, and checks that need the pairs do not run.
         checks: names from `CHECKS`; None is all. One that is requested by name and cannot run is a
             failure.
         flax_call: function that calls the JAX module, `flax_call(module, *inputs)`; None is

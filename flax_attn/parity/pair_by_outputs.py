@@ -15,6 +15,10 @@ from flax_attn.parity.adapters.adapter import AdapterError, NotRun
 from flax_attn.parity.pair import Pair
 
 Candidate = tuple[convert.Layout | None, Sequence[Entry]]
+# The error of outputs that agree up to the roundings of float32, which is judged later.
+AGREE = tolerance.REORDERED * float(np.finfo(np.float32).eps)
+# The pairs that a report names.
+SHOWN = 4
 
 
 def pair_by_outputs(pair: Pair, candidates: Sequence[Candidate]) -> None:
@@ -25,16 +29,24 @@ def pair_by_outputs(pair: Pair, candidates: Sequence[Candidate]) -> None:
     """
     errors = [_error(pair, *candidate) for candidate in candidates]
     best = int(np.argmin(errors))
-    agrees = errors[best] <= tolerance.MOST_FORWARD
+    agrees = errors[best] <= AGREE
     layout, entries = candidates[best if agrees else 0]
     _take(pair, layout, entries)
-    found = (
-        "with this one the outputs agree" if agrees else "the outputs agree with none, this is one"
-    )
+    found = "with this one the outputs agree"
+    if not agrees:
+        found = "the outputs agree with none of them"
     pair.untested.append(
-        f"{_pairs(layout)}: names allow {len(candidates)} pairings, and {found}. Name them alike,"
-        " or pair them by rules"
+        f"whether {_pairs(layout)} are pairs: names allow {len(candidates)} pairings, and {found}."
+        " Name them alike, or pair them by rules"
     )
+
+
+def settled_by_order(pair: Pair) -> bool:
+    """Whether parameters were paired by their order alone, and the outputs do not agree."""
+    rows = pair.layout.rows if isinstance(pair.layout, Pairing) else ()
+    if not any(row.evidence == "order" for row in rows):
+        return False
+    return _error(pair, pair.layout, pair.entries) > AGREE
 
 
 def _take(pair: Pair, layout: convert.Layout | None, entries: Sequence[Entry]) -> None:
@@ -58,7 +70,9 @@ def _error(pair: Pair, layout: convert.Layout | None, entries: Sequence[Entry]) 
 
 
 def _pairs(layout: convert.Layout | None) -> str:
-    """Return the pairs that names do not settle, without those of further layers."""
+    """Return the pairs that names do not settle: of many, the first."""
     rows = layout.rows if isinstance(layout, Pairing) else ()
     pairs = [f"{row.ours[0]} and {row.theirs}" for row in rows if row.evidence == "outputs"]
-    return ", ".join(pairs[:4])
+    shown = "; ".join(pairs[:SHOWN])
+    more = len(pairs) - SHOWN
+    return f"{shown} and {more} more" if more > 0 else shown

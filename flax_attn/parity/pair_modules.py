@@ -22,7 +22,7 @@ from flax_attn.parity.cpu import on_cpu
 from flax_attn.parity.float32 import choose_float32
 from flax_attn.parity.inputs import Inputs, named_inputs
 from flax_attn.parity.pair import Pair
-from flax_attn.parity.pair_by_outputs import pair_by_outputs
+from flax_attn.parity.pair_by_outputs import pair_by_outputs, settled_by_order
 from flax_attn.parity.weight_map import weight_map
 
 # Or "auto".
@@ -74,6 +74,9 @@ def pair_modules(
         torch = RecordingAdapter(torch) if record else torch
         pair = Pair(flax, torch, values, flax.entries, layout=layouts[0], **options)
         _check_extras(pair)
+        if len(layouts) == 1 and settled_by_order(pair):
+            layouts = possible_pairings(flax_module, torch_module) or layouts
+            entries = [_entries(flax, torch, possible) for possible in layouts]
         if len(layouts) > 1:
             pair_by_outputs(pair, list(zip(layouts, entries, strict=True)))
         choose_float32(pair)

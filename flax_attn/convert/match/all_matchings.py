@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import permutations
 
 from flax_attn.convert.match.matcher import (
+    MOST_ITEMS,
     Item,
     Matching,
     Orders,
@@ -23,8 +24,9 @@ MOST = 24
 def all_matchings(ours: Group, theirs: Group) -> list[Matching]:
     """Return every complete matching, those in the order of definition first.
 
-    Repeated layers match alike. It is none where a layer has no partner at all, where query, key
-    and value are not told apart, or where there are more than are tried.
+    That order decides nothing here. Repeated layers match alike. It is none where a layer has no
+    partner at all, where query, key and value are not told apart, or where there are more than are
+    tried.
     """
     complete = []
     waiting: list[Orders] = [{}]
@@ -37,7 +39,7 @@ def all_matchings(ours: Group, theirs: Group) -> list[Matching]:
         if found.ours or found.theirs or found.conflicts:
             return []
         left, right = found.ambiguous[0]
-        if _are_inputs_of_attention([*left, *right]):
+        if _are_inputs_of_attention([*left, *right]) or len(left) > MOST_ITEMS:
             return []
         # The last is taken next.
         waiting += reversed(list(_further(orders, left)))

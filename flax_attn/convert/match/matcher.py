@@ -19,6 +19,9 @@ Way = Callable[[list[Item], list[Item]], list[Settled] | None]
 # Which of their items is the partner of each of ours, by what ours are called in all layers.
 Orders = Mapping[tuple[str, ...], Sequence[int]]
 
+# The items whose orders are tried, where it is in doubt.
+MOST_ITEMS = 4
+
 
 def exact(layer: Layer) -> Hashable:
     """Return what two layers must share: family, roles and sizes."""
@@ -41,6 +44,7 @@ class Matching:
         ours: our layers without a partner.
         theirs: their layers without a partner.
         orders: choices for items that names do not tell apart.
+        doubt: whether the order of a few items says nothing, unless `orders` has it.
     """
 
     pairs: list[tuple[Layer, Layer, Evidence]] = field(default_factory=list)
@@ -49,6 +53,7 @@ class Matching:
     ours: list[Layer] = field(default_factory=list)
     theirs: list[Layer] = field(default_factory=list)
     orders: Orders = field(default_factory=dict)
+    doubt: bool = False
 
     @property
     def complete(self) -> bool:
@@ -64,7 +69,7 @@ def match(
     Children with the same layers inside belong together; where several have, their names decide,
     then their numbers, then their order. A module with no counterpart is replaced by its children.
     """
-    found = Matching(orders=orders or {})
+    found = Matching(orders=orders or {}, doubt=orders is not None)
     _match(ours, theirs, signature, found)
     return found
 
@@ -192,13 +197,16 @@ class _Level:
             return []
         if len(left) == len(right) == 1:
             return [self._alone(left[0], right[0])]
-        for way in self._ways(left, right):
-            settled = way(left, right)
-            if settled is not None:
-                return settled
         order = found.orders.get(names_in_all_layers(left))
         if order is not None:
             return [(item, right[at], "outputs") for item, at in zip(left, order, strict=True)]
+        for way in self._ways(left, right):
+            settled = way(left, right)
+            if settled is None:
+                continue
+            by_order = any(evidence == "order" for *_, evidence in settled)
+            if not (by_order and found.doubt and len(left) <= MOST_ITEMS):
+                return settled
         found.ambiguous.append((left, right))
         return []
 
