@@ -97,22 +97,23 @@ def model_class(path: str | PathLike[str]) -> type[Pretrained]:
 def _by_architecture(fields: Fields, first: type[Pretrained]) -> type[Pretrained]:
     """Return the class of a `model_type` that the file names; without a name, the first."""
     kind = fields.text("model_type")
-    named = fields.optional_texts("architectures")
+    architectures = fields.optional_texts("architectures")
     known = {}
     for cls in FAMILIES:
         if cls.family and kind in cls.family.read:
             known[cls.family.architecture] = cls
-    if not named:
+    if not architectures:
         fields.check_spelling()
         return first
-    if named[0] not in known:
+    named = architectures[0]
+    if named not in known:
         names = ", ".join(map(repr, known))
-        near = nearest(named[0], known)
+        near = nearest(named, known)
         raise ValueError(
-            f"{fields.where}: architectures must name one of {names}; got {named}{near}. For a head"
-            f" of your own begin with {first.__name__}.from_pretrained"
+            f"{fields.where}: architectures must name one of {names}; got {architectures}{near}."
+            f" For a head of your own begin with {first.__name__}.from_pretrained"
         )
-    return known[named[0]]
+    return known[named]
 
 
 def from_pretrained(path: str | PathLike[str], **options: Unpack[LoadOptions]) -> Pretrained:

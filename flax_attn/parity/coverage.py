@@ -46,11 +46,11 @@ def coverage_of(pair: Pair, checks: Sequence[Check]) -> Coverage:
     lines = list(_exercised(pair, _ran(checks)))
     for check in checks:
         lines += check.covers
-    return Coverage("; ".join(lines), tuple(_untested(pair, checks)))
+    untested = [*pair.untested, *_untested(pair, checks)]
+    return Coverage("; ".join(lines), tuple(untested))
 
 
 def _untested(pair: Pair, checks: Sequence[Check]) -> Iterator[str]:
-    yield from pair.untested
     for check in checks:
         yield from check.untested
     yield from _found(pair, checks)

@@ -32,13 +32,14 @@ def pair_by_outputs(pair: Pair, candidates: Sequence[Candidate]) -> None:
     agrees = errors[best] <= AGREE
     layout, entries = candidates[best if agrees else 0]
     _take(pair, layout, entries)
+    pairs = _pairs(layout)
+    count = len(candidates)
     found = "with this one the outputs agree"
     if not agrees:
         found = "the outputs agree with none of them"
-    pair.untested.append(
-        f"whether {_pairs(layout)} are pairs: names allow {len(candidates)} pairings, and {found}."
-        " Name them alike, or pair them by rules"
-    )
+    sentence = f"whether {pairs} are pairs: names allow {count} pairings, and {found}."
+    remedy = "Name them alike, or pair them by rules"
+    pair.untested.append(f"{sentence} {remedy}")
 
 
 def settled_by_order(pair: Pair) -> bool:
@@ -60,13 +61,16 @@ def _take(pair: Pair, layout: convert.Layout | None, entries: Sequence[Entry]) -
 def _error(pair: Pair, layout: convert.Layout | None, entries: Sequence[Entry]) -> float:
     """Return the largest error of an output with this pairing; infinite where a call raises."""
     _take(pair, layout, entries)
+    spec = pair.run_spec("paired")
     try:
-        ours = pair.run("flax", pair.run_spec("paired")).outputs
-        errors = tolerance.relative(ours, pair.plain.outputs)
+        ours = pair.run("flax", spec).outputs
+        theirs = pair.plain.outputs
+        errors = tolerance.relative(ours, theirs)
     # What it raises is told where the module is called.
     except (AdapterError, NotRun, ValueError):
         return np.inf
-    return max(errors.values(), default=np.inf)
+    largest = max(errors.values(), default=np.inf)
+    return float(largest)
 
 
 def _pairs(layout: convert.Layout | None) -> str:

@@ -96,11 +96,13 @@ def _entries(flax: JaxAdapter, torch: Any, layout: convert.Layout | None) -> lis
     if layout is None:
         return []
     frozen = getattr(torch, "frozen", set())
-    found = []
-    for entry in weight_map(flax.module, flax.shapes, torch.shapes, layout, flax.statistics):
-        trainable = entry.trainable and entry.theirs not in frozen
-        found.append(replace(entry, trainable=trainable))
-    return found
+    entries = weight_map(flax.module, flax.shapes, torch.shapes, layout, flax.statistics)
+    return [_trained(entry, frozen) for entry in entries]
+
+
+def _trained(entry: Entry, frozen: set[str]) -> Entry:
+    trainable = entry.trainable and entry.theirs not in frozen
+    return replace(entry, trainable=trainable)
 
 
 def _layouts(

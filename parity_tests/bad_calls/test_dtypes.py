@@ -38,17 +38,21 @@ CACHES = {
 }
 
 
+# Each with the side that refuses it.
+FOREIGN = {
+    "torch": (flax_attn, torch.float32, r"a JAX dtype; got torch\.float32\. Pass dtype=jnp\."),
+    "unknown": (flax_attn, "float31", r"a JAX dtype; got float31\."),
+    "jax": (torch_ref, jnp.bfloat16, r"a PyTorch dtype; got .*bfloat16.*\. Pass dtype=torch\."),
+    "name": (torch_ref, "bfloat16", r"a PyTorch dtype; got .*bfloat16.*\. Pass dtype=torch\."),
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
 @pytest.mark.parametrize("make", CACHES.values(), ids=CACHES)
-def test_the_dtype_of_a_cache_is_of_its_framework(make, no_shape_checks):
-    rule = r"^dtype must be a JAX dtype; got torch\.float32\. Pass dtype=jnp\.float32, or another"
-    with pytest.raises(ValueError, match=rule):
-        make(flax_attn, torch.float32)
-    with pytest.raises(ValueError, match=r"^dtype must be a JAX dtype; got float31\."):
-        make(flax_attn, "float31")
-    for foreign in (jnp.bfloat16, "bfloat16"):
-        rule = r"^dtype must be a PyTorch dtype; got .*bfloat16.*\. Pass dtype=torch\.float32, or"
-        with pytest.raises(ValueError, match=rule):
-            make(torch_ref, foreign)
+def test_the_dtype_of_a_cache_is_of_its_framework(make, name, no_shape_checks):
+    side, dtype, rule = FOREIGN[name]
+    with pytest.raises(ValueError, match=f"^dtype must be {rule}"):
+        make(side, dtype)
 
 
 @pytest.mark.parametrize("kind", ["attention", "model"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import permutations
 
 from flax_attn.convert.match.matcher import (
@@ -36,22 +36,29 @@ def all_matchings(ours: Group, theirs: Group) -> list[Matching]:
         if found.complete:
             complete.append(found)
             continue
-        if found.ours or found.theirs or found.conflicts:
-            return []
-        left, right = found.ambiguous[0]
-        if _are_inputs_of_attention([*left, *right]) or len(left) > MOST_ITEMS:
-            return []
+        further = _further(orders, found)
         # The last is taken next.
-        waiting += reversed(list(_further(orders, left)))
-        if len(waiting) + len(complete) > MOST:
+        waiting += reversed(further)
+        count = len(waiting) + len(complete)
+        if not further or count > MOST:
             return []
     return complete
 
 
-def _further(orders: Orders, items: Sequence[Item]) -> Iterator[Orders]:
-    """Yield the choices so far with each order of some more items."""
-    for order in permutations(range(len(items))):
-        yield {**orders, names_in_all_layers(items): order}
+def _further(orders: Orders, found: Matching) -> list[Orders]:
+    """Return the choices so far with each order of the first items that have several."""
+    if found.ours or found.theirs or found.conflicts:
+        return []
+    left, right = found.ambiguous[0]
+    count = len(left)
+    if count > MOST_ITEMS or _are_inputs_of_attention([*left, *right]):
+        return []
+    name = names_in_all_layers(left)
+    further = []
+    for order in permutations(range(count)):
+        chosen = {**orders, name: order}
+        further.append(chosen)
+    return further
 
 
 def _are_inputs_of_attention(items: Sequence[Item]) -> bool:

@@ -27,6 +27,9 @@ from flax_attn.convert.match.tree import (
 from flax_attn.convert.planning import apply_rules, no_axes
 from flax_attn.convert.rules import ConversionError, Entry, Rule
 
+# The names of tensors that are paired already, ours and theirs.
+Taken = tuple[set[str], set[str]]
+
 
 def auto(flax_module: Any, torch_module: Any, *, rules: Sequence[Rule] = ()) -> Pairing:
     """Pair the parameters of a JAX and a PyTorch model: return a layout that needs no rules.
@@ -65,11 +68,11 @@ def auto(flax_module: Any, torch_module: Any, *, rules: Sequence[Rule] = ()) -> 
     _check_torch_module(torch_module)
     known = _by_rules(rules, flax_module, torch_module)
     known += _packed(flax_module, torch_module, *_names(known))
-    found = _match(flax_module, torch_module, *_names(known))
+    found = _match(flax_module, torch_module, _names(known))
     return _pairing([*known, *_rows(found)], state_names(torch_module))
 
 
-def _names(rows: Sequence[PairedTensor]) -> tuple[set[str], set[str]]:
+def _names(rows: Sequence[PairedTensor]) -> Taken:
     """Return the names of the tensors in some rows, ours and theirs."""
     ours = set().union(*(row.ours for row in rows))
     return ours, {row.theirs for row in rows}
@@ -131,31 +134,29 @@ def _pairing(rows: list[PairedTensor], names: Sequence[str]) -> Pairing:
     return Pairing(rules, "|".join(map(re.escape, ignored)), rows=tuple(in_order))
 
 
-def _match(
-    flax_module: Any, torch_module: Any, ours: Collection[str], theirs: Collection[str]
-) -> Matching:
-    """Return the complete matching of all tensors but these."""
-    trees = list(_trees(flax_module, torch_module, ours, theirs))
+def _match(flax_module: Any, torch_module: Any, taken: Taken) -> Matching:
+    """Return the complete matching of all tensors that are not paired already."""
+    trees = list(_trees(flax_module, torch_module, taken))
     for left, right in trees:
         found = match(left, right)
         if found.complete:
             return found
     _, pointwise, *_ = trees
     found = match(*pointwise, main_part)
-    names = [type(module).__name__ for module in (flax_module, torch_module)]
-    heading = f"the parameters of {names[0]} and {names[1]} do not pair:"
-    raise ConversionError(message(heading, problems_of(found), found))
+    ours = type(flax_module).__name__
+    theirs = type(torch_module).__name__
+    heading = f"the parameters of {ours} and {theirs} do not pair:"
+    problems = problems_of(found)
+    raise ConversionError(message(heading, problems, found))
 
 
-def _trees(
-    flax_module: Any, torch_module: Any, ours: Collection[str], theirs: Collection[str]
-) -> Iterator[tuple[Group, Group]]:
+def _trees(flax_module: Any, torch_module: Any, taken: Taken) -> Iterator[tuple[Group, Group]]:
     """Yield both modules in each way to read their layers."""
+    ours, theirs = taken
     left = jax_tree(flax_module, ours)
-    split = torch_tree(torch_module, theirs)
     # Where query, key and value are one projection on both sides, it is one layer.
-    fused = torch_tree(torch_module, theirs, split=False)
-    for right in (split, fused):
+    for split in (True, False):
+        right = torch_tree(torch_module, theirs, split=split)
         yield left, right
         yield pointwise_as_linear(left), pointwise_as_linear(right)
 
@@ -170,15 +171,18 @@ def possible_pairings(flax_module: Any, torch_module: Any) -> list[Pairing]:
         flax_module: as for `auto`.
         torch_module: as for `auto`.
     """
-    _check_torch_module(torch_module)
     known = _packed(flax_module, torch_module, (), ())
-    trees = _trees(flax_module, torch_module, *_names(known))
+    names = state_names(torch_module)
+    taken = _names(known)
+    trees = _trees(flax_module, torch_module, taken)
+    pairings = []
     for left, right in trees:
-        found = all_matchings(left, right)
-        if found:
-            names = state_names(torch_module)
-            return [_pairing([*known, *_rows(matching)], names) for matching in found]
-    return []
+        for found in all_matchings(left, right):
+            rows = [*known, *_rows(found)]
+            pairings.append(_pairing(rows, names))
+        if pairings:
+            break
+    return pairings
 
 
 def _by_rules(rules: Sequence[Rule], flax_module: Any, torch_module: Any) -> list[PairedTensor]:

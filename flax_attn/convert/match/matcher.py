@@ -15,7 +15,9 @@ Evidence = Literal["shape", "name", "number", "order", "outputs"]
 Keys = Sequence[Hashable]
 Settled = tuple[Item, Item, Evidence]
 Signature = Callable[[Layer], Hashable]
-Way = Callable[[list[Item], list[Item]], list[Settled] | None]
+# None where it cannot be told.
+Pairs = list[Settled] | None
+Way = Callable[[list[Item], list[Item]], Pairs]
 # Which of their items is the partner of each of ours, by what ours are called in all layers.
 Orders = Mapping[tuple[str, ...], Sequence[int]]
 
@@ -193,22 +195,34 @@ class _Level:
 
     def settle(self, left: list[Item], right: list[Item], found: Matching) -> list[Settled]:
         """Return which of some like items belong together; where that cannot be told, note it."""
+        settled = self._settled(left, right, found)
+        if settled is None:
+            found.ambiguous.append((left, right))
+            return []
+        return settled
+
+    def _settled(self, left: list[Item], right: list[Item], found: Matching) -> Pairs:
         if not left:
             return []
-        if len(left) == len(right) == 1:
-            return [self._alone(left[0], right[0])]
-        order = found.orders.get(names_in_all_layers(left))
-        if order is not None:
-            return [(item, right[at], "outputs") for item, at in zip(left, order, strict=True)]
+        count = len(left)
+        if count == len(right) == 1:
+            (one,), (other,) = left, right
+            return [self._alone(one, other)]
+        name = names_in_all_layers(left)
+        chosen = found.orders.get(name)
+        if chosen is not None:
+            return _in_order(chosen, left, right)
+        settled = self._told_apart(left, right)
+        doubtful = found.doubt and _is_doubtful(settled)
+        return None if doubtful else settled
+
+    def _told_apart(self, left: list[Item], right: list[Item]) -> Pairs:
+        """Return what the surest way says that says anything."""
         for way in self._ways(left, right):
             settled = way(left, right)
-            if settled is None:
-                continue
-            by_order = any(evidence == "order" for *_, evidence in settled)
-            if not (by_order and found.doubt and len(left) <= MOST_ITEMS):
+            if settled is not None:
                 return settled
-        found.ambiguous.append((left, right))
-        return []
+        return None
 
     def _ways(self, left: list[Item], right: list[Item]) -> list[Way]:
         """Return the ways to tell some like items apart, the surest first."""
@@ -296,6 +310,19 @@ def _other_inputs(ours: Key, theirs: Key) -> bool:
     """Whether the names are those of different inputs of attention."""
     inputs = [ATTENTION_INPUTS.intersection(key.words) for key in (ours, theirs)]
     return all(inputs) and inputs[0] != inputs[1]
+
+
+def _in_order(chosen: Sequence[int], left: list[Item], right: list[Item]) -> list[Settled]:
+    partners = [right[at] for at in chosen]
+    return [(*pair, "outputs") for pair in zip(left, partners, strict=True)]
+
+
+def _is_doubtful(settled: Pairs) -> bool:
+    """Whether nothing but their order tells a few items apart."""
+    if settled is None:
+        return False
+    evidence = {evidence for *_, evidence in settled}
+    return "order" in evidence and len(settled) <= MOST_ITEMS
 
 
 def _joined(
