@@ -15,7 +15,13 @@ from typing import Any
 import numpy as np
 
 from flax_attn.parity import tolerance
-from flax_attn.parity.adapters.adapter import AdapterError, Arrays, Float32, NotRun
+from flax_attn.parity.adapters.adapter import (
+    AdapterError,
+    Arrays,
+    Float32,
+    NotRun,
+    error_text,
+)
 from flax_attn.parity.adapters.jax_adapter import JaxAdapter
 from flax_attn.parity.pair import Pair
 
@@ -64,18 +70,24 @@ def _share_constants(pair: Pair) -> None:
     torch: Any = pair.own_torch
     if not any(map(is_rounded, [*flax.constants, *torch.constants])):
         return
+    failure = None
     # Where PyTorch holds float32, the port may name it.
     for kind in dict.fromkeys((flax.float32, Float32.NAMED)):
         _read(pair, "flax", kind)
         for inputs in _with_longer(pair):
-            # Other people's modules may fail in any way, and then say so where they are called.
-            with suppress(Exception):
+            failure = None
+            # Other people's modules may fail in any way: the verdict does not depend on them.
+            try:
                 pair.notes += share_constants(inputs)
+            except Exception as error:
+                failure = error
             if pair.notes:
                 pair.forget("flax")
                 pair.forget("torch")
                 return
     _read(pair, "flax", flax.float32)
+    if failure is not None:
+        pair.notes.append(f"constants in float32 were not looked at: {error_text(failure)}")
 
 
 def _with_longer(pair: Pair) -> Iterator[Pair]:

@@ -8,6 +8,7 @@ from flax import nnx
 from torch import nn
 
 from flax_attn.parity import compare
+from flax_attn.parity.trace import held_constants
 from flax_attn.parity.trace.held_constants import is_rounded
 
 WIDTH = 8
@@ -95,6 +96,53 @@ def test_the_note_names_the_constant():
     assert note.endswith("roundings of float32 away")
 
 
+class TorchAttribute(TorchRotary):
+    """Its frequencies are no buffer, so that no cast of the module reaches them."""
+
+    def __init__(self):
+        super().__init__()
+        frequencies = self.inv_freq
+        del self.inv_freq
+        self.inv_freq = frequencies
+
+
+class TorchScaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("scale", torch.tensor(WIDTH**-0.5, dtype=torch.float32))
+
+    def forward(self, x):
+        return self.linear(x) * self.scale
+
+
+class Scaled(nnx.Module):
+    def __init__(self, scale=WIDTH**-0.5):
+        self.linear = nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0))
+        self.scale = scale
+
+    def __call__(self, x):
+        return self.linear(x) * self.scale
+
+
+def test_frequencies_that_are_no_buffer():
+    checks = [*CHECKS, "float32"]
+    report = compare(Rotary(), TorchAttribute().eval(), INPUTS, checks=checks)
+    assert report.passed, str(report)
+
+
+def test_a_number_in_float32_is_no_difference():
+    report = compare(Scaled(), TorchScaled().eval(), INPUTS, checks=["forward", "float32"])
+    assert report.passed, str(report)
+    assert report.notes[0].startswith("PyTorch holds scale in float32")
+
+
+def test_another_number_is_a_difference():
+    # A thousandth of a percent off.
+    report = compare(Scaled(1.00001 * WIDTH**-0.5), TorchScaled().eval(), INPUTS, checks=CHECKS)
+    assert report.state == "different"
+
+
 @pytest.mark.parametrize("port", PORTS)
 def test_another_base_is_a_difference(port):
     # No frequency but the first is the same.
@@ -126,8 +174,7 @@ def test_a_fault_beside_rounded_frequencies_is_the_only_difference():
         np.float32([0, 1, 2, -3]),
         np.float32([0.5, 0.25]),
         np.float32([-1e9, 0]),
-        # One number is a setting, and is compared as it is written.
-        np.float32([1 / 3]),
+        np.array(0.5, np.float32),
         np.float64([1 / 3, 2 / 3]),
     ],
 )
@@ -139,3 +186,14 @@ def test_tables_of_float32_are_rounded_in_each_dtype():
     table = np.float32([1, 1 / 3])
     assert is_rounded(table)
     assert is_rounded(table.astype(np.float64))
+
+
+def test_constants_that_cannot_be_looked_at_are_named(monkeypatch):
+    def fail(pair):
+        raise RuntimeError("no such operation")
+
+    monkeypatch.setattr(held_constants, "share_constants", fail)
+    report = compare(Rotary(), TorchRotary().eval(), INPUTS, checks=["forward"], locate=False)
+    assert report.state == "different"
+    (note,) = report.notes
+    assert note == "constants in float32 were not looked at: RuntimeError: no such operation"

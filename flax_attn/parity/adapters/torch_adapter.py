@@ -67,6 +67,8 @@ class TorchAdapter(ModuleAdapter):
         rule = "the PyTorch module is an nn.Module or a function of tensors"
         check_kind(module, rule, {"flax": "Flax", "equinox": "Equinox"})
         self._functions = TorchFunctions()
+        # Tensors that are no buffers, and have other values in float64, by module and name.
+        self._attributes: dict[tuple[str, str], torch.Tensor] = {}
         self.module = module
         method = module
         if isinstance(module, torch.nn.Module):
@@ -113,17 +115,29 @@ class TorchAdapter(ModuleAdapter):
     def set_constant(self, before: np.ndarray, after: np.ndarray) -> str:
         """Give all constants with some values other ones; return the name of one, or ""."""
         names = []
-        for name, tensor in self._constants():
-            if np.array_equal(tensor.numpy(force=True), before):
-                tensor.copy_(torch.tensor(after))
-                names.append(name)
+        for name, tensor in list(self._constants()):
+            if not np.array_equal(tensor.numpy(force=True), before):
+                continue
+            names.append(name)
+            path, _, own = name.rpartition(".")
+            owner = self.module.get_submodule(path)
+            if own not in owner._buffers:
+                # What is no buffer is not cast, and keeps its numbers in other runs.
+                self._attributes[path, own] = tensor
+            setattr(owner, own, torch.tensor(after))
         return names[0] if names else ""
 
     def _constants(self) -> Iterator[tuple[str, torch.Tensor]]:
-        if isinstance(self.module, torch.nn.Module):
-            for name, buffer in self.module.named_buffers():
-                if name not in self.shapes and buffer.is_floating_point():
-                    yield name, buffer
+        """Yield buffers and other tensors that are no parameters and no running statistics."""
+        if not isinstance(self.module, torch.nn.Module):
+            return
+        for path, module in self.module.named_modules():
+            tensors = {**module._buffers, **vars(module)}
+            for own, value in tensors.items():
+                name = f"{path}.{own}" if path else own
+                is_tensor = isinstance(value, torch.Tensor) and value.is_floating_point()
+                if is_tensor and name not in self.shapes:
+                    yield name, value
 
     def arrays(self, arrays: Mapping[str, np.ndarray], dtype: str = "float64") -> Tensors:
         """Return inputs as tensors, floating ones cast."""
@@ -226,6 +240,9 @@ class TorchAdapter(ModuleAdapter):
         # Each run has its own copy: it may change buffers, and is cast.
         module = copy.deepcopy(self.module)
         module.train(spec.mode != "eval")
+        if getattr(spec, "dtype", "float64") != "float64":
+            for (path, name), value in self._attributes.items():
+                setattr(module.get_submodule(path), name, value)
         return module if self.frozen else module.requires_grad_(True)
 
     @staticmethod

@@ -70,20 +70,20 @@ def _shared(
 
 
 def is_rounded(array: np.ndarray) -> bool:
-    """Whether an array of several numbers was rounded to float32.
+    """Whether an array holds numbers that were rounded to float32.
 
     Example:
         >>> is_rounded(np.float32([1, 1 / 3])), is_rounded(np.float32([0, 0.5, -1e9]))
         (True, False)
     """
-    if array.dtype.kind != "f" or array.size < 2:
+    if array.dtype.kind != "f":
         return False
     # What hides in float64 is infinite in float32.
     with np.errstate(over="ignore"):
         single = array.astype(np.float32)
         whole = single == np.round(single)
-    last_bits = single.view(np.uint32) & LAST_BITS
-    return np.array_equal(single, array) and bool((last_bits * ~whole).any())
+    last_bits = np.atleast_1d(single).view(np.uint32) & LAST_BITS
+    return np.array_equal(single, array) and bool((last_bits * ~np.atleast_1d(whole)).any())
 
 
 class _Side:
@@ -104,7 +104,7 @@ class _Side:
             is_given = node.operation == "source" and node.name not in held
             if is_given or not varying.isdisjoint(node.operands):
                 varying.add(node)
-            elif node.value.dtype.kind == "f" and not node.constant:
+            elif node.value.dtype.kind == "f" and node.value.size:
                 self.fixed.append(node)
 
     @property
@@ -247,6 +247,8 @@ def _numbers_in(
 
 def _places(values: np.ndarray, numbers: np.ndarray) -> np.ndarray:
     """Return which of some sorted numbers is nearest to each value."""
+    if len(numbers) == 1:
+        return np.zeros(np.shape(values), int)
     right = np.searchsorted(numbers, values).clip(1, len(numbers) - 1)
     is_below = values - numbers[right - 1] < numbers[right] - values
     return np.where(is_below, right - 1, right)
@@ -254,6 +256,8 @@ def _places(values: np.ndarray, numbers: np.ndarray) -> np.ndarray:
 
 def _nearest(values: np.ndarray, tables: Sequence[np.ndarray]) -> np.ndarray | None:
     """Return the numbers of the table in which all values are, up to roundings of float32."""
+    shape = values.shape
+    values = np.atleast_1d(values)
     allowed = _allowed(values)
     # Of single numbers others may be nearer by chance than those in the place of the values.
     for candidates in (_in_layout, _one_by_one):
@@ -264,7 +268,7 @@ def _nearest(values: np.ndarray, tables: Sequence[np.ndarray]) -> np.ndarray | N
                 if (apart <= allowed).all() and apart.max() < smallest:
                     best, smallest = near, apart.max()
         if best is not None:
-            return best
+            return np.reshape(best, shape)
     return None
 
 
@@ -293,7 +297,7 @@ def _allowed(values: np.ndarray) -> np.ndarray:
     Their angles are as large as the position, and are rounded accordingly.
     """
     # What is 0 is allowed next to nothing.
-    sizes = np.abs(values.astype(np.float64)) + np.finfo(np.float64).tiny
+    sizes = np.abs(np.atleast_1d(values).astype(np.float64)) + np.finfo(np.float64).tiny
     if (values < 0).any() and (values > 0).any():
         roundings = max(tolerance.REORDERED, *values.shape)
         return np.full(values.shape, roundings * SINGLE * sizes.max())
