@@ -98,7 +98,7 @@ class _Side:
         self.program = program
         given = {f"parameter {name}" for name in shared}
         held = {node.name for node in program.nodes if node.name.startswith("parameter ")} - given
-        varying: set[Node] = set()
+        self.varying = varying = set[Node]()
         self.fixed: list[Node] = []
         for node in program.nodes:
             is_given = node.operation == "source" and node.name not in held
@@ -142,7 +142,8 @@ class _Side:
     def _by_parts(self, held: Node, tables: Sequence[np.ndarray]) -> np.ndarray | None:
         """Return the constant with the rows that a run takes as the other side has them."""
         numbers = np.arange(held.value.size, dtype=np.float64)
-        taken = self.program.rerun({held: numbers.reshape(held.value.shape)}, {})
+        places = {held: numbers.reshape(held.value.shape)}
+        taken = self.program.rerun(places, {}, fixed=self.varying)
         values = held.value.astype(np.float64)
         found = False
         for node in self._made_of(held):
@@ -208,7 +209,7 @@ class _Side:
     ) -> dict[Node, np.ndarray]:
         """Return the values of some nodes with these values of constants."""
         last = max(wanted, key=lambda node: node.order, default=None)
-        found = self.program.rerun(held, {}, until=last)
+        found = self.program.rerun(held, {}, until=last, fixed=self.varying)
         return {node: found.get(node, node.value) for node in wanted}
 
 
