@@ -30,7 +30,7 @@ parity against faults distributed field field-by-hand everywhere docs fuzz right
 parity against faults distributed field field-by-hand everywhere docs fuzz right test test-newest test-oldest: export JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES ?= -1
 # What is not compiled is a program for each operation, in which there is nothing to optimise.
 parity against: export JAX_DISABLE_MOST_OPTIMIZATIONS ?= 1
-# As in conftest.py: three quarters of the time. The newest XLA does not know the first.
+# As in conftest.py: they compile sooner. The newest XLA does not know the first.
 parity: export XLA_FLAGS ?= --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1
 
 # What an old dependency can break: whatever calls one.

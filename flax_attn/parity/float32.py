@@ -50,7 +50,7 @@ def choose_float32(pair: Pair) -> None:
     chosen = PLAIN, _first_that_runs(theirs)
     error = None
     for flax, torch in _readings(pair, ours, theirs):
-        error = _error(ours(flax), theirs(torch))
+        error = largest_error(ours(flax), theirs(torch))
         if error is not None:
             chosen = flax, torch
             if error <= tolerance.FORWARD:
@@ -120,7 +120,7 @@ def _readings(pair: Pair, ours: Outputs, theirs: Outputs) -> Iterator[tuple[Floa
 
 def _makes_float32(theirs: Outputs) -> bool:
     """Whether PyTorch computes something in float32 by itself."""
-    error = _error(theirs(PLAIN), theirs(Float32.NAMED))
+    error = largest_error(theirs(PLAIN), theirs(Float32.NAMED))
     return error is None or error > 0
 
 
@@ -153,7 +153,7 @@ def _read(pair: Pair, framework: str, kind: Float32) -> None:
         pair.flax = adapter.reading(kind)
 
 
-def _error(ours: Arrays | None, theirs: Arrays | None) -> float | None:
+def largest_error(ours: Arrays | None, theirs: Arrays | None) -> float | None:
     """Return the largest error of an output, infinite where shapes differ; None without outputs."""
     if ours is None or theirs is None:
         return None

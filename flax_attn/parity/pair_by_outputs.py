@@ -11,12 +11,11 @@ from flax_attn import convert
 from flax_attn.convert.match.pairing import Pairing
 from flax_attn.convert.rules import Entry
 from flax_attn.parity import tolerance
-from flax_attn.parity.adapters.adapter import AdapterError, NotRun
+from flax_attn.parity.adapters.adapter import AdapterError, NotRun, RunSpec
+from flax_attn.parity.float32 import largest_error
 from flax_attn.parity.pair import Pair
 
 Candidate = tuple[convert.Layout | None, Sequence[Entry]]
-# The error of outputs that agree up to the roundings of float32, which is judged later.
-AGREE = tolerance.REORDERED * float(np.finfo(np.float32).eps)
 # The pairs that a report names.
 SHOWN = 4
 
@@ -29,7 +28,7 @@ def pair_by_outputs(pair: Pair, candidates: Sequence[Candidate]) -> None:
     """
     errors = [_error(pair, *candidate) for candidate in candidates]
     best = int(np.argmin(errors))
-    agrees = errors[best] <= AGREE
+    agrees = _agree(errors[best])
     layout, entries = candidates[best if agrees else 0]
     _take(pair, layout, entries)
     pairs = _pairs(layout)
@@ -43,11 +42,17 @@ def pair_by_outputs(pair: Pair, candidates: Sequence[Candidate]) -> None:
 
 
 def settled_by_order(pair: Pair) -> bool:
-    """Whether parameters were paired by their order alone, and the outputs do not agree."""
+    """Whether parameters were paired by their order, and the outputs do not agree."""
     rows = pair.layout.rows if isinstance(pair.layout, Pairing) else ()
     if not any(row.evidence == "order" for row in rows):
         return False
-    return _error(pair, pair.layout, pair.entries) > AGREE
+    # Other checks have the results of this run as well.
+    return not _agree(_error_of(pair, pair.uncompiled))
+
+
+def _agree(error: float) -> bool:
+    """Whether outputs agree up to the roundings of float32, which are judged later."""
+    return error <= tolerance.REORDERED_FLOAT32
 
 
 def _take(pair: Pair, layout: convert.Layout | None, entries: Sequence[Entry]) -> None:
@@ -59,18 +64,20 @@ def _take(pair: Pair, layout: convert.Layout | None, entries: Sequence[Entry]) -
 
 
 def _error(pair: Pair, layout: convert.Layout | None, entries: Sequence[Entry]) -> float:
-    """Return the largest error of an output with this pairing; infinite where a call raises."""
+    """Return the largest error of an output with this pairing."""
     _take(pair, layout, entries)
-    spec = pair.run_spec("paired")
+    return _error_of(pair, pair.run_spec("paired"))
+
+
+def _error_of(pair: Pair, spec: RunSpec) -> float:
+    """Return the largest error of an output in a run of JAX; infinite where a call raises."""
     try:
         ours = pair.run("flax", spec).outputs
-        theirs = pair.plain.outputs
-        errors = tolerance.relative(ours, theirs)
+        error = largest_error(ours, pair.plain.outputs)
     # What it raises is told where the module is called.
-    except (AdapterError, NotRun, ValueError):
+    except (AdapterError, NotRun):
         return np.inf
-    largest = max(errors.values(), default=np.inf)
-    return float(largest)
+    return np.inf if error is None else error
 
 
 def _pairs(layout: convert.Layout | None) -> str:

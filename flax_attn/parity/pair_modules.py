@@ -74,7 +74,9 @@ def pair_modules(
         torch = RecordingAdapter(torch) if record else torch
         pair = Pair(flax, torch, values, flax.entries, layout=layouts[0], **options)
         _check_extras(pair)
-        if len(layouts) == 1 and settled_by_order(pair):
+        # A layout that was passed, or recorded, stays as it is.
+        is_guessed = layout == "auto" and not recorded and len(layouts) == 1
+        if is_guessed and settled_by_order(pair):
             layouts = possible_pairings(flax_module, torch_module) or layouts
             entries = [_entries(flax, torch, possible) for possible in layouts]
         if len(layouts) > 1:

@@ -24,6 +24,8 @@ DRAWS = 4
 MORE_DRAWS = 16
 # Roundings (eps) of the largest value between two orders of evaluation, such as eager and compiled.
 REORDERED = 64
+# The same for float32, of what was computed in it in two orders.
+REORDERED_FLOAT32 = REORDERED * float(np.finfo(np.float32).eps)
 # What an output may differ by where rounding is amplified: an error of all digits in float32.
 MOST_FORWARD = REORDERED * float(np.finfo(np.float64).eps / np.finfo(np.float32).eps)
 # The same of a gradient, in the ratio of the two rules: an error above it shows no agreement.

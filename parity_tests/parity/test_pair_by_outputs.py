@@ -5,7 +5,7 @@ import torch
 from flax import nnx
 from torch import nn
 
-from flax_attn.convert.match.auto import possible_pairings
+from flax_attn.convert.match.auto import auto, possible_pairings
 from flax_attn.parity import PairingError, compare
 
 WIDTH = 6
@@ -127,3 +127,11 @@ def test_too_many_pairings_are_refused():
             self.one, self.two, self.three, self.four, self.five = (linear() for _ in range(5))
 
     assert possible_pairings(Many(), TorchMany()) == []
+
+
+def test_a_layout_that_was_passed_stays():
+    theirs = TorchGated().eval()
+    pairing = auto(OtherOrder(), theirs)
+    report = compare(OtherOrder(), theirs, INPUTS, layout=pairing, checks=["forward"], locate=False)
+    assert report.state == "different"
+    assert report.pair.layout is pairing

@@ -7,6 +7,7 @@ from itertools import islice
 
 import numpy as np
 
+from flax_attn.parity import tolerance
 from flax_attn.parity.trace.gaps import Gap
 from flax_attn.parity.trace.layouts import laid_out
 from flax_attn.parity.trace.notation import plain
@@ -14,8 +15,6 @@ from flax_attn.parity.trace.numbers import LAYOUTS, same_array
 
 # The numbers of an array whose elements are compared one by one.
 DISTINCT = 4
-# What arrays differ by that were computed in float32 in two orders.
-ROUNDED = 64 * float(np.finfo(np.float32).eps)
 # The relative error of a number that is written with few digits.
 SHORT = 1e-10
 # The layouts that are tried of each of several values that differ.
@@ -101,7 +100,7 @@ def rounded_by(ours: np.ndarray, theirs: np.ndarray) -> float:
     apart = np.abs(ours[finite] - theirs[finite])
     sizes = np.abs(theirs[finite])
     error, scale = apart.max(initial=0.0), sizes.max(initial=0.0)
-    if error == 0 or error > ROUNDED * scale:
+    if error == 0 or error > tolerance.REORDERED_FLOAT32 * scale:
         return 0.0
     return float(error / scale)
 
