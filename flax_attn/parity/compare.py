@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
+from flax_attn.convert.match.pairing import Pairing
+from flax_attn.convert.match.tree import RECURRENT
 from flax_attn.parity.adapters.adapter import Float32, error_text
 from flax_attn.parity.adapters.recording import Recording
 from flax_attn.parity.adapters.users_code import returning
@@ -219,6 +221,7 @@ def report_on(
         if LOCATING in left_out:
             notes.append(f"{LOCATING}: {left_out[LOCATING]}")
         elif locate and differs:
+            notes += _note_on_gates(pair.layout)
             watch(LOCATING)
             with _promotion(pair):
                 difference = _located(pair, notes, found)
@@ -293,6 +296,20 @@ def _located(pair: Pair, notes: list[str], checks: Sequence[Check]) -> Differenc
     except Exception as error:
         notes.append(f"where the modules differ could not be located: {error_text(error)}")
         return None
+
+
+def _note_on_gates(layout: Any) -> list[str]:
+    """Return what was taken for granted of linear layers that hold the gates of a recurrent one."""
+    rows = layout.rows if isinstance(layout, Pairing) else ()
+    # Where gates are apart, their names say which is which.
+    packed = [row for row in rows if row.kind in RECURRENT and len(row.ours) == 1 and row.pattern]
+    if not packed:
+        return []
+    names = ", ".join(row.ours[0] for row in packed)
+    return [
+        f"{names}: taken to hold the gates in PyTorch's order. If yours is another one, pass"
+        " layout=None with weights that agree"
+    ]
 
 
 def _notes(pair: Pair, names: Sequence[str] | None) -> list[str]:

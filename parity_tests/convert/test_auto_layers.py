@@ -143,3 +143,63 @@ def test_what_torch_packs_is_paired_with_its_namesake(rig, theirs):
     own = [row for row in pairing.rows if "." not in row.theirs]
     assert {row.evidence for row in own} == {"name"}
     assert {row.pattern for row in own} == {""}
+
+
+class Sides(nnx.Module):
+    """The weights of one recurrent layer as two linear layers."""
+
+    def __init__(self, width, gates):
+        self.ih = nnx.Linear(width, gates * HIDDEN, **F64)
+        self.hh = nnx.Linear(HIDDEN, gates * HIDDEN, **F64)
+
+
+class Gates(nnx.Module):
+    """Those of each gate as linear layers of their own, under the letters of PyTorch's formulas."""
+
+    def __init__(self, width, letters):
+        for letter in letters:
+            setattr(self, f"W_i{letter}", nnx.Linear(width, HIDDEN, **F64))
+            setattr(self, f"W_h{letter}", nnx.Linear(HIDDEN, HIDDEN, **F64))
+
+
+@pytest.mark.parametrize(
+    ("theirs", "gates"),
+    [(nn.RNNCell(D, HIDDEN), 1), (nn.GRUCell(D, HIDDEN), 3), (nn.LSTM(D, HIDDEN), 4)],
+)
+def test_a_recurrent_layer_as_two_linear_layers(rig, theirs, gates):
+    ours = Sides(D, gates)
+    pairing = convert.auto(ours, theirs)
+    rig.load_both_ways(ours, theirs.double(), pairing)
+    partner = {row.theirs.removesuffix("_l0"): row.ours for row in pairing.rows}
+    assert partner == {
+        "weight_ih": ("ih.kernel",),
+        "weight_hh": ("hh.kernel",),
+        "bias_ih": ("ih.bias",),
+        "bias_hh": ("hh.bias",),
+    }
+
+
+@pytest.mark.parametrize(
+    ("theirs", "letters"), [(nn.GRUCell(D, HIDDEN), "rzn"), (nn.LSTM(D, HIDDEN), "ifgo")]
+)
+def test_a_recurrent_layer_as_a_linear_layer_for_each_gate(rig, theirs, letters):
+    # Their order in the module says nothing: their names do.
+    ours = Gates(D, letters[::-1])
+    pairing = convert.auto(ours, theirs)
+    rig.load_both_ways(ours, theirs.double(), pairing)
+    partner = {row.theirs.removesuffix("_l0"): row.ours for row in pairing.rows}
+    assert partner["weight_ih"] == tuple(f"W_i{letter}.kernel" for letter in letters)
+    assert partner["bias_hh"] == tuple(f"W_h{letter}.bias" for letter in letters)
+
+
+def test_recurrent_layers_on_one_another(rig):
+    theirs = nn.LSTM(D, HIDDEN, num_layers=2, bidirectional=True)
+    ours = nnx.Module()
+    for i, width in enumerate((D, 2 * HIDDEN)):
+        setattr(ours, f"l{i}", Sides(width, 4))
+        setattr(ours, f"l{i}_reverse", Sides(width, 4))
+    pairing = convert.auto(ours, theirs)
+    rig.load_both_ways(ours, theirs.double(), pairing)
+    partner = {row.theirs: row.ours[0] for row in pairing.rows}
+    assert partner["weight_ih_l1_reverse"] == "l1_reverse.ih.kernel"
+    assert partner["bias_hh_l0"] == "l0.hh.bias"

@@ -3,6 +3,7 @@
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import product
 from typing import Any, NamedTuple
 
 from flax import nnx
@@ -10,13 +11,13 @@ from flax import nnx
 from flax_attn.convert.api import axes_of
 from flax_attn.convert.match.all_matchings import all_matchings
 from flax_attn.convert.match.jax_tree import jax_tree
-from flax_attn.convert.match.kinds import RECURRENT
 from flax_attn.convert.match.matcher import Matching, main_part, match
 from flax_attn.convert.match.pairing import PairedTensor, Pairing, transformation
 from flax_attn.convert.match.report import message, problems_of
-from flax_attn.convert.match.torch_tree import is_torch_module, state_names, torch_tree
+from flax_attn.convert.match.torch_tree import READINGS, is_torch_module, state_names, torch_tree
 from flax_attn.convert.match.tree import (
     PARAMETER,
+    RECURRENT,
     Group,
     Tensor,
     TensorPart,
@@ -155,8 +156,8 @@ def _trees(flax_module: Any, torch_module: Any, taken: Taken) -> Iterator[tuple[
     ours, theirs = taken
     left = jax_tree(flax_module, ours)
     # Where query, key and value are one projection on both sides, it is one layer.
-    for split in (True, False):
-        right = torch_tree(torch_module, theirs, split=split)
+    for recurrent, split in product(READINGS, (True, False)):
+        right = torch_tree(torch_module, theirs, split, recurrent)
         yield left, right
         yield pointwise_as_linear(left), pointwise_as_linear(right)
 

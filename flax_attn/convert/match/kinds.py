@@ -146,7 +146,6 @@ UNKNOWN = {
     ("flax", "LinearGeneral"), ("flax", "Einsum"), ("flax", "ConvTranspose"),
     ("equinox", "ConvTranspose"), ("equinox", "GRUCell"), ("equinox", "LSTMCell"),
 }  # fmt: skip
-RECURRENT = {"RNN", "LSTM", "GRU", "RNNCell", "LSTMCell", "GRUCell"}
 _SCALES, _SHIFTS = {"scale", "weight", "gamma"}, {"bias", "shift", "beta"}
 
 

@@ -3,10 +3,9 @@
 from collections.abc import Iterator, Sequence
 from itertools import product
 
-from flax_attn.convert.match.kinds import RECURRENT
 from flax_attn.convert.match.matcher import Item, Matching
 from flax_attn.convert.match.names import key_of
-from flax_attn.convert.match.tree import PARAMETER, Layer, layers_of
+from flax_attn.convert.match.tree import PARAMETER, RECURRENT, Layer, layers_of
 
 # The most lines in a message, and in one of modules that are built in other sizes.
 SHOWN = 20

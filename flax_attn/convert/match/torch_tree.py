@@ -2,14 +2,28 @@
 
 from collections.abc import Collection, Iterable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from flax_attn.convert.match.kinds import class_names, own_layers
-from flax_attn.convert.match.tree import Branch, Group, Layer, Tensor, TensorPart, simplify
+from flax_attn.convert.match.tree import (
+    RECURRENT,
+    Branch,
+    Group,
+    Layer,
+    Tensor,
+    TensorPart,
+    simplify,
+)
 
 Path = tuple[str, ...]
 STATISTICS = ("running_mean", "running_var")
 INPUTS = ("query", "key", "value")
+# The gates of recurrent layers, in PyTorch's order and by its letters.
+GATES = {"GRU": "rzn", "LSTM": "ifgo"}
+# How the weights of a recurrent layer are read: as they are; as one linear layer of the input and
+# one of the hidden state; as those of each gate.
+Reading = Literal["packed", "sides", "gates"]
+READINGS: tuple[Reading, ...] = ("packed", "sides", "gates")
 
 
 def is_torch_module(module: Any) -> bool:
@@ -17,16 +31,19 @@ def is_torch_module(module: Any) -> bool:
     return ("torch", "Module") in class_names(module)
 
 
-def torch_tree(module: Any, without: Collection[str] = (), split: bool = True) -> Group:
+def torch_tree(
+    module: Any, without: Collection[str] = (), split: bool = True, recurrent: Reading = "packed"
+) -> Group:
     """Return the layers of a PyTorch model, except the tensors of these names.
 
     Args:
         module: the model.
         without: names of tensors that are left out.
         split: whether a fused projection of query, key and value counts as three layers.
+        recurrent: how the weights of recurrent layers are read.
     """
     names = {id(tensor): name for name, tensor in module.named_parameters()}
-    return simplify(_grow(_branch(module, "", names, without), (), split))
+    return simplify(_grow(_branch(module, "", names, without), (), split, recurrent))
 
 
 def state_names(module: Any) -> tuple[str, ...]:
@@ -62,11 +79,44 @@ def _statistics(module: Any, prefix: str) -> dict[str, Tensor]:
     return found
 
 
-def _grow(branch: Branch, path: Path, split: bool) -> Group:
+def _grow(branch: Branch, path: Path, split: bool, recurrent: Reading) -> Group:
     # What is fused on one side may be apart on the other.
     fused, rest = _fused_inputs(branch, path, split)
-    children = [_grow(child, (*path, name), split) for name, child in rest.branches.items()]
-    return Group(path, (*fused, *own_layers(rest, path), *children))
+    gates, rest = _gates(rest, path, recurrent)
+    children = []
+    for name, child in rest.branches.items():
+        children.append(_grow(child, (*path, name), split, recurrent))
+    return Group(path, (*fused, *gates, *own_layers(rest, path), *children))
+
+
+def _gates(branch: Branch, path: Path, recurrent: Reading) -> tuple[list[Layer], Branch]:
+    """Return the linear layers of a recurrent module, and the rest."""
+    kinds = RECURRENT.intersection(name for _, name in class_names(branch.module))
+    if recurrent == "packed" or not kinds:
+        return [], branch
+    kind = min(kinds)
+    letters = GATES.get(kind.removesuffix("Cell"), "") if recurrent == "gates" else ""
+    rest = dict(branch.tensors)
+    layers = []
+    for name in branch.tensors:
+        role, _, place = name.partition("_")
+        side, _, number = place.partition("_")
+        # A projection of the state, `weight_hr`, is no gate, and stays as it is.
+        if role != "weight" or side not in ("ih", "hh"):
+            continue
+        weight, bias = rest.pop(name), rest.pop(f"bias_{place}", None)
+        # One layer of them needs no number.
+        outer = (*path, number) if number not in ("", "l0") else path
+        if letters:
+            names = [f"{side[0]}{letter}" for letter in letters]
+            weights = _pieces(weight, "o i", len(names))
+            biases = _pieces(bias, "o", len(names))
+            for gate, one, other in zip(names, weights, biases, strict=True):
+                layers += _linear((*outer, gate), one, other, kind)
+        else:
+            whole = _whole(weight, "o i"), _whole(bias, "o")
+            layers += _linear((*outer, side), *whole, kind)
+    return layers, replace(branch, tensors=rest)
 
 
 def _fused_inputs(branch: Branch, path: Path, split: bool) -> tuple[list[Layer], Branch]:
@@ -89,10 +139,10 @@ def _multihead_attention(branch: Branch, path: Path, split: bool) -> tuple[list[
     if weight is None:
         weights = [_whole(tensor, "o i") for tensor in apart]
     elif split:
-        weights = _thirds(weight, "o i")
+        weights = _pieces(weight, "o i")
     else:
         return _linear((*path, "in_proj"), _whole(weight, "o i"), _whole(bias, "o")), rest
-    return _input_layers(path, weights, _thirds(bias, "o")), rest
+    return _input_layers(path, weights, _pieces(bias, "o")), rest
 
 
 def _gpt2_attention(branch: Branch, path: Path) -> tuple[list[Layer], Branch]:
@@ -102,16 +152,18 @@ def _gpt2_attention(branch: Branch, path: Path) -> tuple[list[Layer], Branch]:
     # In cross-attention the same layer holds key and value alone.
     if weight is None or weight.shape[1] != 3 * weight.shape[0]:
         return [], branch
-    weights = _thirds(weight, "i o", axis=1)
-    biases = _thirds(tensors.get("bias"), "o")
+    weights = _pieces(weight, "i o", axis=1)
+    biases = _pieces(tensors.get("bias"), "o")
     return _input_layers(path, weights, biases), replace(branch, branches=inner)
 
 
-def _thirds(tensor: Tensor | None, axes: str, axis: int = 0) -> list[TensorPart | None]:
-    """Return the parts of query, key and value in one tensor, cut along an axis."""
+def _pieces(
+    tensor: Tensor | None, axes: str, count: int = 3, axis: int = 0
+) -> list[TensorPart | None]:
+    """Return equal parts of one tensor, cut along an axis, as those of query, key and value."""
     if tensor is None:
-        return [None] * 3
-    return [TensorPart(tensor, axes, {}, n, 3, axis) for n in range(3)]
+        return [None] * count
+    return [TensorPart(tensor, axes, {}, n, count, axis) for n in range(count)]
 
 
 def _whole(tensor: Tensor | None, axes: str) -> TensorPart | None:
@@ -128,8 +180,10 @@ def _input_layers(
     return layers
 
 
-def _linear(path: Path, weight: TensorPart | None, bias: TensorPart | None) -> list[Layer]:
+def _linear(
+    path: Path, weight: TensorPart | None, bias: TensorPart | None, kind: str = "Linear"
+) -> list[Layer]:
     """Return a linear layer of the parts that are there, or nothing without any."""
     both = {"weight": weight, "bias": bias}
     parts = {role: part for role, part in both.items() if part is not None}
-    return [Layer("Linear", path, parts)] if parts else []
+    return [Layer(kind, path, parts)] if parts else []

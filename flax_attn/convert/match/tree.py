@@ -13,6 +13,8 @@ from flax_attn.convert.rules import Shape
 PARAMETER = "Parameter"
 # The last is that of a norm whose parameters do not tell which it is.
 NORMS = {"LayerNorm", "RMSNorm", "GroupNorm", "InstanceNorm", "Norm"}
+# Layers of PyTorch whose weights may be read as those of linear layers.
+RECURRENT = {"RNN", "LSTM", "GRU", "RNNCell", "LSTMCell", "GRUCell"}
 # A tensor by name, and the piece of it.
 Piece = tuple[str, int]
 
@@ -95,15 +97,16 @@ class Layer:
 
     @property
     def family(self) -> str:
-        """The kind, one for all norms that have the same parameters."""
+        """The kind, one for all norms that have the same parameters, and for linear layers."""
+        if self.kind in RECURRENT and "value" not in self.parts:
+            return "Linear"
         return "norm" if self.kind in NORMS else self.kind
 
     def fits(self, other: Layer) -> bool:
         """Whether both can be the same layer."""
-        if self.kind == other.kind:
-            return True
-        norms = self.family == other.family == "norm"
-        return norms and "Norm" in (self.kind, other.kind)
+        if self.family == "norm" and self.kind != other.kind:
+            return other.family == "norm" and "Norm" in (self.kind, other.kind)
+        return self.family == other.family
 
 
 @dataclass(frozen=True)
