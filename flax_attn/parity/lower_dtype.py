@@ -85,7 +85,10 @@ def _note_on_sums(
             found.append(f"{error:.3g} of the rule at {name!r}")
     if not found:
         return []
-    what = "the gradient of a broadcast, such as a bias, or of a lookup, and the windows of a pool"
+    what = (
+        "the gradient of a broadcast, such as a bias, or of a lookup, and the windows of a pool,"
+        " and computes its own functions, such as softmax,"
+    )
     if dtype == "float32":
         what = "all sums, gradients of convolutions, and products of matrices on a CPU,"
         what = f"{what} and approximates functions such as tanh"

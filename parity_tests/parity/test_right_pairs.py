@@ -1,6 +1,7 @@
 """Right pairs are called equal, and what is wrong by one rounding is still called different."""
 
 import re
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -130,6 +131,43 @@ def test_a_function_that_xla_approximates_is_rounded_once_in_float32(dtype, comp
     program = str(jax.make_jaxpr(with_rounded_sums(half))(x))
     assert re.findall(r":(\w+)\[1000\] = tanh", program) == [computed]
     assert with_rounded_sums(half)(x).dtype == dtype
+
+
+def loss_of_softmax(softmax, x, weights):
+    return jax.grad(lambda x: (softmax(x) * weights).sum())(x)
+
+
+def written_out(x):
+    shifted = jnp.exp(x - x.max(-1, keepdims=True))
+    return shifted / shifted.sum(-1, keepdims=True)
+
+
+def test_the_steps_of_a_function_of_jax_are_rounded_once_in_half_precision():
+    random = np.random.default_rng(0)
+    x, weights = (jnp.asarray(random.normal(size=(50, 9)), jnp.bfloat16) for _ in range(2))
+    wide = x.astype(jnp.float32), weights.astype(jnp.float32)
+
+    def error(softmax, change=lambda f: f):
+        gradient = partial(loss_of_softmax, softmax)
+        found = change(gradient)(x, weights)
+        assert found.dtype == jnp.bfloat16
+        return np.abs(found.astype(jnp.float32) - gradient(*wide)).max()
+
+    own = error(jax.nn.softmax)
+    rounded = error(jax.nn.softmax, with_rounded_sums)
+    assert rounded < own / 2
+    # What a port writes itself is as it is written.
+    assert error(written_out, with_rounded_sums) > own / 2
+
+
+def test_what_follows_a_function_of_jax_takes_its_rounded_result():
+    def doubled(x):
+        return jax.nn.softmax(x) * 2, jax.lax.scan(lambda c, row: (c + row, c), x[0], x)[0]
+
+    x = jnp.linspace(-1, 1, 12).reshape(3, 4).astype(jnp.bfloat16)
+    program = str(jax.make_jaxpr(with_rounded_sums(doubled))(x))
+    assert re.search(r":bf16\[3,4\] = mul \w+ 2", program)
+    assert re.search(r":f32\[3,4\] = exp ", program)
 
 
 def test_a_gelu_whose_tanh_xla_approximates_gives_no_alarm():

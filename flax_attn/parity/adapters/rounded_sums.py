@@ -5,21 +5,24 @@ and round at every step: those that JAX makes of a broadcast and of a lookup whe
 them, such as that of a bias over all tokens, and that of the windows of a pool. In float32 every
 sum does, and that of the gradient of a convolution, where PyTorch adds up in pairs, and so does a
 product of XLA on a CPU: one of inner width 512 errs twice as much as that of MKL. XLA errs more in
-functions, too: in tanh by several roundings. No port can write these otherwise. A sum in half
-precision that a program itself asks for is left as it is.
+functions, too: in tanh by several roundings. JAX's own functions, such as softmax and GELU, round
+half precision at each of their steps, where PyTorch rounds their results. No port can write these
+otherwise. A sum in half precision that a program itself asks for is left as it is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import takewhile
 from typing import Any
 
 import jax
 from jax.lax import DotAlgorithm, DotAlgorithmPreset
 
 from flax_attn.parity.adapters.quick_jit import runs_on_cpu
-from flax_attn.parity.jaxprs import bind, called, interpreted
+from flax_attn.parity.jaxprs import bind, called, frames_of, interpreted
+from flax_attn.parity.trace.program import in_library
 
 # Operations that hold programs; kernels, which do too, are left as they are.
 _LOOPS = ("scan", "while", "cond")
@@ -37,6 +40,9 @@ _APPROXIMATED = {
     "logistic",
 }
 _APPROXIMATED |= {"sin", "cos", "tan", "pow"}
+# Where JAX has its functions of several steps.
+_FUNCTIONS = ("/jax/_src/nn/functions.py", "/jax/_src/ops/special.py", "/jax/_src/lax/other.py")
+_HALF = ("bfloat16", "float16")
 _WIDER = {"bfloat16": "float32", "float16": "float32", "float32": "float64"}
 
 
@@ -57,13 +63,17 @@ def with_rounded_sums(function: Callable) -> Callable:
         traced = jax.make_jaxpr(partial(function, **static), return_shape=True)
         program, shapes = traced(*arguments)
         found = _evaluated(program, jax.tree.leaves(arguments), backward=False)
-        return jax.tree.unflatten(jax.tree.structure(shapes), found)
+        results = _narrowed(found, program.out_avals)
+        return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
     return rounded
 
 
 def _evaluated(program: Any, arguments: Sequence[Any], backward: bool) -> list[Any]:
-    """Return the outputs of a jaxpr; `backward` says that it is part of a backward pass."""
+    """Return the outputs of a jaxpr; `backward` says that it is part of a backward pass.
+
+    Those of a function of JAX are not rounded yet: what takes them does that.
+    """
     return interpreted(program, arguments, lambda _, eqn, given: _result(eqn, given, backward))
 
 
@@ -72,7 +82,11 @@ def _result(eqn: Any, values: list[Any], backward: bool) -> Sequence[Any]:
     inner = called(eqn)
     if inner is not None:
         return _evaluated(inner, values, inside)
-    if eqn.primitive.name in _LOOPS:
+    is_loop = eqn.primitive.name in _LOOPS
+    if not is_loop and _is_of_jax(eqn):
+        return _unrounded(eqn, values)
+    values = _narrowed(values, [atom.aval for atom in eqn.invars])
+    if is_loop:
         # The sums are in the programs that it repeats.
         changes = {name: _rewritten(value, inside) for name, value in eqn.params.items()}
         return bind(eqn, values, **changes)
@@ -80,6 +94,39 @@ def _result(eqn: Any, values: list[Any], backward: bool) -> Sequence[Any]:
     if own not in _WIDER or not _is_own_sum(eqn, inside):
         return bind(eqn, values)
     return [_rounded_once(eqn, values, own)]
+
+
+def _narrowed(values: Sequence[Any], avals: Sequence[Any]) -> list[Any]:
+    """Return values in the dtypes that a program says."""
+    found = []
+    for value, aval in zip(values, avals, strict=True):
+        half = str(getattr(aval, "dtype", "")) in _HALF
+        found.append(jax.numpy.asarray(value, aval.dtype) if half else value)
+    return found
+
+
+def _is_of_jax(eqn: Any) -> bool:
+    """Whether an operation in half precision is a step of one of JAX's own functions."""
+    dtypes = {str(atom.aval.dtype) for atom in [*eqn.invars, *eqn.outvars]}
+    if dtypes.isdisjoint(_HALF):
+        return False
+    inside = takewhile(lambda frame: in_library(frame[0]), frames_of(eqn))
+    return any(file.endswith(_FUNCTIONS) for file, _ in inside)
+
+
+def _unrounded(eqn: Any, values: list[Any]) -> Sequence[Any]:
+    """Return the results of an operation in float32 where it computes in half precision."""
+    wider = jax.numpy.dtype("float32")
+    operands = [_wide(value) for value in values]
+    if eqn.primitive.name == "convert_element_type":
+        to_half = str(eqn.params["new_dtype"]) in _HALF
+        return [operands[0].astype(wider)] if to_half else bind(eqn, operands)
+    return bind(eqn, operands, **_widened(eqn, wider))
+
+
+def _wide(value: Any) -> Any:
+    array = jax.numpy.asarray(value)
+    return array.astype("float32") if str(array.dtype) in _HALF else array
 
 
 def _rounded_once(eqn: Any, values: list[Any], own: str) -> Any:
@@ -138,7 +185,11 @@ def _is_plain_product(eqn: Any) -> bool:
 def _rewritten(value: Any, backward: bool) -> Any:
     """Return the programs in a parameter, such as the body of a scan, with their sums rounded."""
     if _is_program(value):
-        return jax.make_jaxpr(lambda *values: _evaluated(value, values, backward))(*value.in_avals)
+
+        def evaluate(*values: Any) -> list[Any]:
+            return _narrowed(_evaluated(value, values, backward), value.out_avals)
+
+        return jax.make_jaxpr(evaluate)(*value.in_avals)
     # Of the other tuples some have a class of their own.
     if isinstance(value, tuple) and any(map(_is_program, value)):
         return tuple(_rewritten(one, backward) for one in value)
