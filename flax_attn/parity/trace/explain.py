@@ -155,6 +155,11 @@ class _Reader:
         nodes = [moved_from(node), node]
         if first is not None:
             nodes.insert(0, first)
+        # What a run is given has no line but those that read it.
+        if origin is not None and origin.place is None:
+            nodes = [
+                user for user in self.program.users[origin] if user.order <= node.order
+            ] + nodes
         if part is not None and part.operation == "leaf":
             # What is wrong is that it is taken here, wherever it was computed.
             made = [] if origin is None else [moved_from(origin)]

@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
+from flax_attn.parity.trace.definitions import definitions
 from flax_attn.parity.trace.program import Node, Place
 
 # Numbers that count layers, or bound a slice.
@@ -39,19 +41,28 @@ class Side:
         """The first line of source, as `file:line`; empty where none is known."""
         return str(self.places[0]) if self.places else ""
 
+    @cached_property
+    def definitions(self) -> tuple[Place, ...]:
+        """The lines that define the constants which the first line reads, the nearest first."""
+        return definitions(self.places[0]) if self.places else ()
+
     def as_dict(self) -> dict[str, Any]:
         """Return the side for JSON."""
         places = []
         for place in self.places:
             caller = place.caller and {"file": place.caller[0], "line": place.caller[1]}
-            own = {"file": place.file, "line": place.line, "source": place.source}
-            places.append({**own, "caller": caller})
+            places.append({**_line(place), "caller": caller})
         return {
             "value": self.value,
             "expression": self.expression,
             "place": self.place,
             "places": places,
+            "definitions": [_line(place) for place in self.definitions],
         }
+
+
+def _line(place: Place) -> dict[str, Any]:
+    return {"file": place.file, "line": place.line, "source": place.source}
 
 
 @dataclass(frozen=True)

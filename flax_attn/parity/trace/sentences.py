@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flax_attn.parity.trace.hypothesis import Hypothesis, Side
 from flax_attn.parity.trace.notation import LONGEST
+from flax_attn.parity.trace.program import Place
 
 if TYPE_CHECKING:
     from flax_attn.parity.trace.compiler import Miscompiled
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 NAMED = 3
 # Lines of source of one side that are named.
 SHOWN = 3
+# Lines of one side that define constants.
+DEFINED = 8
 # What differs as a whole expression.
 PARTS = ("operation", "operand", "term", "base", "order", "sign", "bounds")
 
@@ -163,6 +166,8 @@ def lines(found: Hypothesis) -> Iterator[str]:
         source = side.places[0].source if side.places else ""
         if source:
             yield f"        {_short(source)}"
+        if side.definitions:
+            yield f"        constants defined in {_lines_of(side.definitions)}"
 
 
 def _place(side: Side) -> str:
@@ -178,6 +183,24 @@ def _place(side: Side) -> str:
         if (file, line) not in lines:
             return f"{shown} (called in {Path(file).name}:{line})"
     return shown
+
+
+def _lines_of(places: Sequence[Place]) -> str:
+    """Return the nearest lines by file, in order, as `port.py:3, 7-9`."""
+    files: dict[str, list[int]] = {}
+    for place in places[:DEFINED]:
+        files.setdefault(Path(place.file).name, []).append(place.line)
+    return ", ".join(f"{name}:{_ranges(sorted(lines))}" for name, lines in files.items())
+
+
+def _ranges(lines: Sequence[int]) -> str:
+    ranges: list[list[int]] = []
+    for line in lines:
+        if ranges and line == ranges[-1][1] + 1:
+            ranges[-1][1] = line
+        else:
+            ranges.append([line, line])
+    return ", ".join(f"{a}-{b}" if a < b else f"{a}" for a, b in ranges)
 
 
 def _shown(found: Hypothesis, side: Side) -> str:
