@@ -43,10 +43,22 @@ class Builder:
         numbers = [leaf.settings[0] for leaf in leaves_of(expression)]
         return [self._first[number] for number in numbers if number in self._first]
 
-    def scaling(self, top: Node, base: Expression) -> list[Node]:
-        """Return the operations that multiply an expression by a number, inside of a node."""
+    def scaling(self, top: Node, base: Expression | None) -> list[Node]:
+        """Return the operations inside of a node that multiply by a number.
+
+        They are those that multiply this expression, if there are any: a factor may be anywhere
+        in a product.
+        """
         multiplied = [x for x in self._inside(top) if x.operation in ("mul", "div", "neg")]
-        return [node for node in multiplied if split(self(node))[1] == base]
+        if base is not None:
+            found = [node for node in multiplied if split(self(node))[1] == base]
+            if found:
+                return found
+        return [node for node in multiplied if self._takes_number(node)]
+
+    def _takes_number(self, node: Node) -> bool:
+        operands = [one for one in node.operands if one not in self.varying]
+        return any(one.floating and one.constant for one in operands)
 
     def _inside(self, top: Node) -> Iterator[Node]:
         """Yield the nodes between a node and the shared values that it is computed from."""

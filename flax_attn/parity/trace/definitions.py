@@ -10,7 +10,7 @@ import inspect
 import linecache
 import sys
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from flax_attn.parity.trace.program import Place, in_library
@@ -20,6 +20,8 @@ MOST = 24
 # What an array says of itself without its numbers.
 ABOUT = ("shape", "ndim", "dtype", "device", "size")
 CONSTRUCTORS = ("__init__", "__post_init__", "setup")
+# Methods that run where a module is called like a function.
+CALLED = ("__call__", "forward")
 # Classes whose instances hold constants; an instance of another one is a layer or a parameter.
 HOLDERS = ("Variable", "Buffer", "Constant")
 
@@ -36,12 +38,14 @@ class _Scope:
         functions: functions around a line, from the inside out.
         owner: class of which the outermost function is a method; None where it is in none.
         line: line before which a variable is assigned.
+        callers: file and line of each call around the line, from the inside out, as they ran.
     """
 
     source: "_Source"
     functions: tuple[Function, ...]
     owner: ast.ClassDef | None
     line: int
+    callers: tuple[tuple[str, int], ...] = ()
 
 
 class _InputsError(Exception):
@@ -68,7 +72,7 @@ class _Source:
                 found = node
         return found
 
-    def scope(self, node: ast.stmt) -> _Scope:
+    def scope(self, node: ast.stmt, callers: tuple[tuple[str, int], ...] = ()) -> _Scope:
         """Return the scope of a statement."""
         functions, owner = [], None
         around = self.outer.get(node)
@@ -78,7 +82,7 @@ class _Source:
             if isinstance(around, ast.ClassDef) and owner is None:
                 owner = around
             around = self.outer.get(around)
-        return _Scope(self, tuple(functions), owner, node.lineno)
+        return _Scope(self, tuple(functions), owner, node.lineno, callers)
 
     def named(self, kind: type, name: str) -> Iterator[ast.AST]:
         """Yield the functions or classes with a name."""
@@ -126,10 +130,15 @@ def definitions(place: Place) -> tuple[Place, ...]:
     if source is None or statement is None or in_library(place.file):
         return ()
     found: dict[tuple[str, int], Place] = {}
-    scope = source.scope(statement)
+    scope = source.scope(statement, place.callers)
     for expression in _expressions(statement):
         for part in _parts(expression):
-            for definition in _Definitions().of(part, scope):
+            read = _Definitions()
+            for definition in read.of(part, scope):
+                found.setdefault((definition.file, definition.line), definition)
+        # Of a layer in which the operation is, the constructor has the settings.
+        for name in _layers_called(expression, place.module):
+            for definition in _Definitions().of_layer(name, scope):
                 found.setdefault((definition.file, definition.line), definition)
     found.pop((place.file, place.line), None)
     return tuple(found.values())[:MOST]
@@ -146,6 +155,17 @@ class _Definitions:
     def of(self, expression: ast.expr, scope: _Scope) -> list[Place]:
         """Return the lines that define an expression; none if it depends on inputs."""
         self.waiting.append((expression, scope))
+        return self._found()
+
+    def of_layer(self, name: str, scope: _Scope) -> list[Place]:
+        """Return the lines that define a layer, and the constants that it is made with."""
+        for owner in _classes(scope):
+            for statement in ast.walk(owner):
+                if isinstance(statement, ast.stmt) and _sets_attribute(statement, name):
+                    self._assigned(statement, scope.source)
+        return self._found()
+
+    def _found(self) -> list[Place]:
         try:
             while self.waiting and len(self.places) < MOST:
                 self._follow(*self.waiting.popleft())
@@ -185,11 +205,13 @@ class _Definitions:
         self.places.append(Place(source.file, statement.lineno))
         return True
 
-    def _assigned(self, statement: ast.stmt, source: _Source) -> None:
+    def _assigned(
+        self, statement: ast.stmt, source: _Source, callers: tuple[tuple[str, int], ...] = ()
+    ) -> None:
         """Add a statement that assigns something, and follow what it assigns."""
         # Sizes that are read off an array are none of its numbers.
         if not _reads_sizes(statement) and self._define(statement, source):
-            scope = source.scope(statement)
+            scope = source.scope(statement, callers)
             for expression in _expressions(statement):
                 self.waiting.append((expression, scope))
 
@@ -259,14 +281,14 @@ class _Definitions:
 
     def _name(self, name: str, scope: _Scope) -> None:
         """Follow a variable to where it is assigned, in the functions around it or at the top."""
-        for i, function in enumerate(scope.functions):
+        for function in scope.functions:
             assigned = _last_assigned(name, function, scope.line)
             if assigned:
                 for statement in assigned:
-                    self._assigned(statement, scope.source)
+                    self._assigned(statement, scope.source, scope.callers)
                 return
             if name in _parameters(function):
-                self._argument(name, function, scope, scope.functions[i + 1 :])
+                self._argument(name, function, scope)
                 return
         self._of_file(name, scope.source)
 
@@ -276,31 +298,67 @@ class _Definitions:
             if name in _targets(statement):
                 self._assigned(statement, source)
 
-    def _argument(
-        self, name: str, function: Function, scope: _Scope, around: Sequence[Function]
-    ) -> None:
+    def _argument(self, name: str, function: Function, scope: _Scope) -> None:
         """Follow a parameter of a function to what the calls of the function give it."""
-        owner = scope.owner
-        is_constructor = owner is not None and function.name in CONSTRUCTORS
-        called = owner.name if owner is not None and is_constructor else function.name
-        given = []
-        for call in scope.source.calls(called):
+        is_constructor = scope.owner is not None and function.name in CONSTRUCTORS
+        given = list(_arguments(name, function, scope))
+        default = _default(function, name)
+        # What a module is called with are the inputs.
+        if not given and not is_constructor and default is None:
+            raise _InputsError
+        for argument, outer in given:
+            if is_constructor and not isinstance(argument, ast.Name):
+                self._define(outer.source.statement_around(argument), outer.source)
+            self.waiting.append((argument, outer))
+        if not given and default is not None:
+            self.places.append(Place(scope.source.file, default.lineno))
+
+
+def _arguments(name: str, function: Function, scope: _Scope) -> Iterator[tuple[ast.expr, _Scope]]:
+    """Yield what is given to a parameter, with the scope of each call.
+
+    The call that ran is known of what the run shows, and of a constructor any call may be.
+    """
+    owner = scope.owner
+    if owner is not None and function.name in CONSTRUCTORS:
+        for call in scope.source.calls(owner.name):
             argument = _given(call, name, function)
             if argument is not None:
-                given.append((call, argument))
-        # What a module is called with are the inputs.
-        if not given and not is_constructor and _default(function, name) is None:
-            raise _InputsError
-        for call, argument in given:
-            statement = scope.source.statement_around(call)
-            if is_constructor and not isinstance(argument, ast.Name):
-                self._define(statement, scope.source)
-            self.waiting.append((argument, scope.source.scope(statement)))
-        default = _default(function, name)
-        if default is not None and not isinstance(default, ast.Name):
-            line = Place(scope.source.file, default.lineno)
-            if not given and line not in self.places:
-                self.places.append(line)
+                yield argument, scope.source.scope(scope.source.statement_around(call))
+        return
+    if not scope.callers:
+        return
+    (file, line), *outer = scope.callers
+    source = _source_of(file)
+    statement = source.statement(line) if source else None
+    if source is None or statement is None:
+        return
+    for expression in _expressions(statement):
+        for call in ast.walk(expression):
+            if isinstance(call, ast.Call) and _may_call(call, function):
+                argument = _given(call, name, function)
+                if argument is not None:
+                    yield argument, source.scope(statement, tuple(outer))
+
+
+def _may_call(call: ast.Call, function: Function) -> bool:
+    """Whether a call in a line that called a function may be the one."""
+    return function.name in CALLED or _last_name(call.func) == function.name
+
+
+def _layers_called(expression: ast.expr, module: str) -> Iterator[str]:
+    """Yield the attributes that are called in an expression and are the innermost submodule."""
+    # That of a list is followed by its index.
+    innermost = module.split(".")[-2:]
+    for call in ast.walk(expression):
+        if not isinstance(call, ast.Call):
+            continue
+        function = call.func
+        if isinstance(function, ast.Subscript):
+            function = function.value
+        name = _target(function).removeprefix("self.")
+        if isinstance(function, ast.Attribute) and name in innermost:
+            yield name
 
 
 def _expressions(statement: ast.stmt) -> list[ast.expr]:

@@ -67,6 +67,23 @@ def parted(alignment: Alignment, wrong: Sequence[str]) -> list[Hypothesis]:
     return found[:FEW]
 
 
+def exchanged(alignment: Alignment, first: Node, second: Node) -> Hypothesis:
+    """Return that JAX takes two values of both sides for one another."""
+    one = _side_by_side(alignment, first, alignment.torch_of[first][0])
+    other = _side_by_side(alignment, second, alignment.torch_of[second][0])
+    ours = _together(one.flax.taken(), other.flax.taken())
+    theirs = _together(one.torch.taken(), other.torch.taken())
+    return Hypothesis(one.torch.node.module, first.operation, "exchange", ours, theirs)
+
+
+def _together(first: Side, second: Side) -> Side:
+    """Return what one side has at two places."""
+    lines = tuple(dict.fromkeys((*first.places, *second.places)))
+    value = f"{first.value} and {second.value}"
+    expression = f"{first.expression}; {second.expression}"
+    return Side(value, expression, lines, first.length + second.length)
+
+
 def _side_by_side(alignment: Alignment, flax: Node, torch: Node) -> _Explained:
     """Return two nodes of which none replaces the other."""
     return _Explained(Repair(flax, torch, alignment, flax.value))
@@ -126,6 +143,15 @@ class _Reader:
         self.names = Names(before, self.builder.written, module, ours)
         self.expression = self.builder(node)
 
+    def taken(self) -> Side:
+        """Return a value that both have, by its name, and as this side computes it."""
+        leaf = self.builder.leaf(self.node)
+        name = text(leaf, self.names)
+        expression = text(self.builder.written(self.node), self.names)
+        made = [moved_from(one) for one in self.node.operands if one in self.program.varying]
+        lines = places([*made, self.node, *self.program.users[self.node]])
+        return Side(name, expression, lines, len(name))
+
     def opened(self, part: Expression) -> Expression:
         """Return a value that both have as what this side computes it from."""
         if part.operation != "leaf" or part.origin is None:
@@ -164,7 +190,7 @@ class _Reader:
             # What is wrong is that it is taken here, wherever it was computed.
             made = [] if origin is None else [moved_from(origin)]
             nodes = [*self._wrong_users(node), enclosing or node, *made, *nodes]
-        if gap.scaled is not None:
+        if gap.scaled is not None or (gap.parameter == "factor" and not _lacks(part, "factor")):
             nodes = self.builder.scaling(nodes[0], gap.scaled) + nodes
         if _lacks(part, gap.parameter):
             # What is missing may be missed where the other operands come from as well.

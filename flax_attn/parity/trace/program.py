@@ -51,14 +51,18 @@ class Place:
         file: path of the file.
         line: number of the line.
         module: dotted path of the innermost submodule that was called; empty at the top.
-        caller: file and line from which the function with this line was called, where a user wrote
-            that, too.
+        callers: file and line of each call around it that a user wrote, from the inside out.
     """
 
     file: str
     line: int
     module: str = ""
-    caller: tuple[str, int] | None = None
+    callers: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def caller(self) -> tuple[str, int] | None:
+        """The file and line from which the function with this line was called, if a user's."""
+        return self.callers[0] if self.callers else None
 
     @property
     def source(self) -> str:
@@ -247,11 +251,13 @@ def place_of(frames: Sequence[tuple[str, int]], module: str = "") -> Place | Non
     own = [frame for frame in frames if frame[0] != PASSED]
     # Beyond the harness stands who called it.
     inside = takewhile(lambda frame: not in_harness(frame[0]), own)
-    written = (frame for frame in inside if not in_library(frame[0]))
-    innermost, caller = next(written, None), next(written, None)
-    if innermost is None:
-        innermost = next(filter(_in_layer, frames), None)
-    return None if innermost is None else Place(*innermost, module, caller)
+    written = [frame for frame in inside if not in_library(frame[0])]
+    if not written:
+        written = list(filter(_in_layer, frames))[:1]
+    if not written:
+        return None
+    innermost, *callers = written
+    return Place(*innermost, module, tuple(callers))
 
 
 def _in_layer(frame: tuple[str, int]) -> bool:

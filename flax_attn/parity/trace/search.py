@@ -15,6 +15,7 @@ from operator import itemgetter
 from flax_attn.parity.adapters.adapter import Arrays
 from flax_attn.parity.trace.align import Alignment, Repair, cone
 from flax_attn.parity.trace.candidates import candidates
+from flax_attn.parity.trace.exchanges import taken_otherwise
 from flax_attn.parity.trace.explain import explain
 from flax_attn.parity.trace.hypothesis import Hypothesis, grouped_by_kind
 from flax_attn.parity.trace.program import Node, Program
@@ -81,11 +82,19 @@ def search(flax: Program, torch: Program, expected: Arrays | None = None) -> Sea
     vague = any(one.parameter in VAGUE for one in found.hypotheses)
     unexplained = found.wrong and not found.hypotheses
     # What differs at many places is no matter of one order.
-    if len(found.hypotheses) > FEW or not (vague or unexplained):
+    if len(found.hypotheses) <= FEW and (vague or unexplained):
+        ordered = _searched(replace(alignment, ordered=True))
+        few = 0 < len(ordered.hypotheses) <= FEW
+        found = ordered if few and _rank(ordered) < _rank(found) else found
+    if not any(one.parameter in VAGUE for one in found.hypotheses):
         return found
-    ordered = _searched(replace(alignment, ordered=True))
-    few = 0 < len(ordered.hypotheses) <= FEW
-    return ordered if few and _rank(ordered) < _rank(found) else found
+    # What goes in is wrong, perhaps, where what comes of it is written otherwise.
+    otherwise = taken_otherwise(alignment)
+    if otherwise is None:
+        return found
+    hypotheses, repaired = otherwise
+    shorter = _length(hypotheses) < _length(found.hypotheses)
+    return Search(hypotheses, repaired, []) if shorter else found
 
 
 def _rank(found: Search) -> tuple[int, int, int]:

@@ -45,6 +45,8 @@ def edit(found: Hypothesis) -> str:
         return f"{where}take the numbers of {theirs}, or build both in float64"
     if found.parameter == "steps":
         return f"{where}run the steps {theirs}"
+    if found.parameter == "exchange":
+        return f"{where}exchange {ours}"
     if not theirs:
         return f"{where}remove {ours}"
     if not ours:
@@ -120,6 +122,9 @@ def _difference(found: Hypothesis) -> str:
     if found.parameter == "expression":
         return "both compute something else from the same values"
     side, other = _sides(bool(ours))
+    if found.parameter == "exchange":
+        first, second = found.torch.value.split(" and ", 1)
+        return f"flax takes {first} where torch takes {second}, and the other way round"
     if found.parameter == "gradient":
         return f"{side} stops the gradient here by {found.operation}, {other} does not"
     if not ours or not theirs:
