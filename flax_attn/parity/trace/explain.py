@@ -76,6 +76,16 @@ def exchanged(alignment: Alignment, first: Node, second: Node) -> Hypothesis:
     return Hypothesis(one.torch.node.module, first.operation, "exchange", ours, theirs)
 
 
+def of_constants(alignment: Alignment, flax: Node, torch: Node) -> Hypothesis:
+    """Return that two arrays differ that depend on no input."""
+    explained = _side_by_side(alignment, flax, torch)
+    here, there = explained.flax.builder.written(flax), explained.torch.builder.written(torch)
+    gap = Gap("constant", "operation", here, there)
+    ours = explained.flax.program.users[flax][0]
+    theirs = explained.torch.program.users[torch][0]
+    return explained.hypothesis(gap, ours, theirs)
+
+
 def _together(first: Side, second: Side) -> Side:
     """Return what one side has at two places."""
     lines = tuple(dict.fromkeys((*first.places, *second.places)))
@@ -252,7 +262,7 @@ class _Explained:
         named_apart = [gap for gap in found if self._named(gap.flax) != self._named(gap.torch)]
         # By which number something is hidden makes no difference beside another one.
         differing = [gap for gap in named_apart if not _is_of_hiding(gap)] or named_apart
-        told = grouped_by_kind(map(self._hypothesis, differing))
+        told = grouped_by_kind(map(self.hypothesis, differing))
         if not told:
             yield self._layout()
         elif len(told) > FEW or len(found) > MANY:
@@ -292,7 +302,7 @@ class _Explained:
         found = self._gaps()
         if any(gap.parameter in WHOLE[:3] for gap in found):
             return []
-        return [self._hypothesis(gap) for gap in found[: FEW + 1]]
+        return [self.hypothesis(gap) for gap in found[: FEW + 1]]
 
     def _gaps(self) -> list[Gap]:
         found = islice(gaps(self.flax.expression, self.torch.expression), MANY + 1)
@@ -319,7 +329,7 @@ class _Explained:
         # A value that both have hides a part of it that one side lacks.
         return inner if inner.flax is None or inner.torch is None else gap
 
-    def _hypothesis(
+    def hypothesis(
         self, gap: Gap, ours: Node | None = None, theirs: Node | None = None
     ) -> Hypothesis:
         """Return a gap inside of two nodes, or of those that were replaced, with both sides."""
@@ -381,11 +391,11 @@ class _Explained:
             return None
         inside = list(islice(gaps(here, there), 2))
         if len(inside) == 1:
-            return self._hypothesis(inside[0], ours, theirs)
+            return self.hypothesis(inside[0], ours, theirs)
         if not inside or here.operation != "gather":
             return None
         indices = Gap("gather", "indices", here.operands[1], there.operands[1])
-        return self._hypothesis(indices, ours, theirs)
+        return self.hypothesis(indices, ours, theirs)
 
     def _moved_by_steps(self, ours: Node, theirs: Node) -> Hypothesis:
         before = self.repair.before

@@ -45,8 +45,8 @@ def share_constants(pair: Pair) -> list[str]:
     flax: Any = pair.flax
     torch: Any = pair.own_torch
     _, program = flax_forward(pair)
-    ours = _Side(program, flax.shapes)
-    theirs = _Side(torch_forward(pair), torch.shapes)
+    ours = _Side(program)
+    theirs = _Side(torch_forward(pair))
     notes = _shared("torch", theirs, ours.tables, torch.set_constant)
     return notes or _shared("flax", ours, theirs.tables, flax.set_constant)
 
@@ -87,25 +87,12 @@ def is_rounded(array: np.ndarray) -> bool:
 
 
 class _Side:
-    """The run of one side, and what of it depends on nothing that both sides are given.
+    """The run of one side, and what of it depends on nothing that both sides are given."""
 
-    Args:
-        program: the run.
-        shared: names of the parameters and running statistics.
-    """
-
-    def __init__(self, program: Program, shared: Collection[str]):
+    def __init__(self, program: Program):
         self.program = program
-        given = {f"parameter {name}" for name in shared}
-        held = {node.name for node in program.nodes if node.name.startswith("parameter ")} - given
-        self.varying = varying = set[Node]()
-        self.fixed: list[Node] = []
-        for node in program.nodes:
-            is_given = node.operation == "source" and node.name not in held
-            if is_given or not varying.isdisjoint(node.operands):
-                varying.add(node)
-            elif node.value.dtype.kind == "f" and node.value.size:
-                self.fixed.append(node)
+        computed = [node for node in program.nodes if node not in program.depending]
+        self.fixed = [node for node in computed if node.value.dtype.kind == "f" and node.value.size]
 
     @property
     def held(self) -> list[Node]:
@@ -143,7 +130,7 @@ class _Side:
         """Return the constant with the rows that a run takes as the other side has them."""
         numbers = np.arange(held.value.size, dtype=np.float64)
         places = {held: numbers.reshape(held.value.shape)}
-        taken = self.program.rerun(places, {}, fixed=self.varying)
+        taken = self.program.rerun(places, {}, fixed=self.program.depending)
         values = held.value.astype(np.float64)
         found = False
         for node in self._made_of(held):
@@ -209,7 +196,7 @@ class _Side:
     ) -> dict[Node, np.ndarray]:
         """Return the values of some nodes with these values of constants."""
         last = max(wanted, key=lambda node: node.order, default=None)
-        found = self.program.rerun(held, {}, until=last, fixed=self.varying)
+        found = self.program.rerun(held, {}, until=last, fixed=self.program.depending)
         return {node: found.get(node, node.value) for node in wanted}
 
 

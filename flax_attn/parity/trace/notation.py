@@ -11,7 +11,7 @@ from typing import Any
 from flax_attn.parity.trace.align import Alignment
 from flax_attn.parity.trace.expression import Expression, scaled
 from flax_attn.parity.trace.patterns import moved_from
-from flax_attn.parity.trace.program import Node
+from flax_attn.parity.trace.program import Node, unprefixed
 
 # The strength with which an operation holds its operands together.
 SUM, PRODUCT, POWER, ATOM = range(4)
@@ -115,7 +115,7 @@ def _name(own: Node | None, nodes: Sequence[Node], results: Mapping[Node, str]) 
     first = () if own is None else (own, moved_from(own))
     for node in sorted(nodes, key=lambda node: node not in first):
         if node.name or node in results:
-            return node.name.removeprefix("parameter ") or results[node]
+            return unprefixed(node.name) or results[node]
     return ""
 
 
@@ -162,7 +162,7 @@ def _written(x: Expression, names: Names) -> tuple[str, int]:
         case "dot":
             return _infix(x, "@", names, POWER), PRODUCT
         case "number" | "setting" | "source" | "constant":
-            return plain(x.settings[0]).removeprefix("parameter "), ATOM
+            return unprefixed(plain(x.settings[0])), ATOM
     if x.operation in SIGNS and len(x.operands) == 2:
         return _infix(x, SIGNS[x.operation], names, PRODUCT), SUM
     return _call(x, names), ATOM

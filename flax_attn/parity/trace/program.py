@@ -32,6 +32,8 @@ LIBRARIES = (
     "typeguard",
     "functools",
 )
+# What the names of sources begin with that are parameters, and that PyTorch holds beside them.
+PARAMETER, BUFFER = "parameter ", "buffer "
 # A line that assigns a variable.
 ASSIGNED = re.compile(r"\s*([A-Za-z_]\w*)\s*(?::[^=]+|[-+*/@])?=[^=]")
 # Where libraries keep their layers, whose lines are shown if a layer alone is compared.
@@ -164,6 +166,16 @@ class Program:
         return found
 
     @cached_property
+    def depending(self) -> set[Node]:
+        """The nodes that depend on a parameter or on an input, as those of buffers do not."""
+        found: set[Node] = set()
+        for node in self.nodes:
+            is_given = node.operation == "source" and not node.name.startswith(BUFFER)
+            if is_given or not found.isdisjoint(node.operands):
+                found.add(node)
+        return found
+
+    @cached_property
     def results(self) -> dict[Node, str]:
         """The names of what submodules return last, and of what lines assign to a variable."""
         modules, lines = {}, {}
@@ -224,6 +236,11 @@ class Program:
                 operands.append(changed.get(operand, value))
             changed[node] = node.compute(operands)
         return changed
+
+
+def unprefixed(name: str) -> str:
+    """Return the name that a module has for a source."""
+    return name.removeprefix(PARAMETER).removeprefix(BUFFER)
 
 
 def _around(module: str) -> Iterator[str]:

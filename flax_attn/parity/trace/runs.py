@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -17,7 +17,7 @@ from flax_attn.parity.adapters.torch_adapter import TorchAdapter
 from flax_attn.parity.pair import Pair
 from flax_attn.parity.trace import scopes
 from flax_attn.parity.trace.jax_program import evaluated, jax_program, run_of
-from flax_attn.parity.trace.program import Program
+from flax_attn.parity.trace.program import BUFFER, PARAMETER, Program, unprefixed
 from flax_attn.parity.trace.torch_program import copied, torch_program
 
 Sources = Mapping[str, Any]
@@ -119,15 +119,22 @@ def _flax_function(pair: Pair) -> tuple[FlaxFunction, dict[str, Any]]:
     parameters = adapter.arrays(adapter.tensors)
     inputs = adapter.arrays(pair.inputs)
     extras = adapter.arrays(pair.extras)
+    keys = _keys(parameters, adapter.shapes)
 
     def forward(sources: Sources) -> dict[str, jax.Array]:
-        own = {name: sources[f"parameter {name}"] for name in parameters}
+        own = {name: sources[key] for name, key in keys.items()}
         given = {name: sources[name] for name in inputs}
         module = adapter.built_of(own)
         with scopes.named(module), adapter.read_as(module):
             return adapter.call(module, given, extras)
 
-    return forward, {**_named("parameter", parameters), **inputs}
+    held = {key: parameters[name] for name, key in keys.items()}
+    return forward, {**held, **inputs}
+
+
+def _keys(names: Iterable[str], shared: Collection[str]) -> dict[str, str]:
+    """Return the names of the sources that hold what a module has: parameters, and all else."""
+    return {name: f"{PARAMETER if name in shared else BUFFER}{name}" for name in names}
 
 
 def _torch_function(pair: Pair) -> tuple[Any, TorchFunction, dict[str, Any]]:
@@ -138,8 +145,9 @@ def _torch_function(pair: Pair) -> tuple[Any, TorchFunction, dict[str, Any]]:
     extras = adapter.arrays(pair.extras)
     sources: dict[str, Any] = dict(inputs)
     if isinstance(module, torch.nn.Module):
-        sources |= _named("parameter", dict(module.named_parameters()))
-        sources |= _named("parameter", dict(module.named_buffers()))
+        tensors = dict(module.named_parameters()) | dict(module.named_buffers())
+        for name, key in _keys(tensors, adapter.shapes).items():
+            sources[key] = tensors[name]
     return module, lambda module: adapter.call(module, inputs, extras), sources
 
 
@@ -152,7 +160,7 @@ def _torch_backward(pair: Pair) -> Program:
         if name in pair.inputs and tensor.is_floating_point():
             tensor.requires_grad_()
         if tensor.requires_grad:
-            leaves[name.removeprefix("parameter ")] = tensor
+            leaves[unprefixed(name)] = tensor
 
     def gradients(module: Any) -> dict[str, torch.Tensor]:
         outputs = call(module)
@@ -173,7 +181,7 @@ def _wanted(pair: Pair) -> tuple[Arrays, dict[str, str]]:
         if entry.theirs not in right:
             continue
         parts = entry.split(right[entry.theirs])
-        for name, array in _named("parameter", parts).items():
+        for name, array in _named(PARAMETER.strip(), parts).items():
             wanted[name] = np.asarray(array)
             owners[name] = entry.theirs
     for name in pair.inputs:

@@ -15,6 +15,7 @@ from operator import itemgetter
 from flax_attn.parity.adapters.adapter import Arrays
 from flax_attn.parity.trace.align import Alignment, Repair, cone
 from flax_attn.parity.trace.candidates import candidates
+from flax_attn.parity.trace.constants import with_torch_constants
 from flax_attn.parity.trace.exchanges import taken_otherwise
 from flax_attn.parity.trace.explain import explain
 from flax_attn.parity.trace.hypothesis import Hypothesis, grouped_by_kind
@@ -89,12 +90,35 @@ def search(flax: Program, torch: Program, expected: Arrays | None = None) -> Sea
     if not any(one.parameter in VAGUE for one in found.hypotheses):
         return found
     # What goes in is wrong, perhaps, where what comes of it is written otherwise.
-    otherwise = taken_otherwise(alignment)
-    if otherwise is None:
-        return found
-    hypotheses, repaired = otherwise
-    shorter = _length(hypotheses) < _length(found.hypotheses)
-    return Search(hypotheses, repaired, []) if shorter else found
+    for look in (_with_constants, _otherwise):
+        other = look(alignment)
+        if other is not None and _says_less(other, found):
+            return other
+    return found
+
+
+def _with_constants(alignment: Alignment) -> Search | None:
+    """Return what differs if tables of PyTorch are put in the place of those that differ."""
+    tables = with_torch_constants(alignment)
+    if tables is None:
+        return None
+    hypotheses, changed = tables
+    rest = _searched(changed)
+    return Search((*hypotheses, *rest.hypotheses), rest.alignment, rest.wrong)
+
+
+def _otherwise(alignment: Alignment) -> Search | None:
+    """Return what differs if values are taken for one another, or in another order."""
+    taken = taken_otherwise(alignment)
+    return None if taken is None else Search(*taken, [])
+
+
+def _says_less(other: Search, found: Search) -> bool:
+    """Whether as few differences, in fewer words, explain as much."""
+    if len(other.wrong) > len(found.wrong):
+        return False
+    no_more = len(other.hypotheses) <= max(len(found.hypotheses), 1)
+    return no_more and _length(other.hypotheses) < _length(found.hypotheses)
 
 
 def _rank(found: Search) -> tuple[int, int, int]:

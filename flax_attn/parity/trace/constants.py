@@ -1,0 +1,133 @@
+"""Tables and masks that differ, wherever a run takes them.
+
+A table that several layers take is wrong in each of them, so that no single value of the run
+makes the outputs agree. The tables themselves do, all of them put in at once.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+
+import numpy as np
+
+from flax_attn.parity.trace.align import Alignment
+from flax_attn.parity.trace.explain import of_constants
+from flax_attn.parity.trace.hypothesis import Hypothesis, grouped_by_kind
+from flax_attn.parity.trace.layouts import laid_out
+from flax_attn.parity.trace.numbers import LAYOUTS, same_array
+from flax_attn.parity.trace.program import Node, Program
+
+# An array of JAX, all nodes that hold it, the node of PyTorch that stands for it, and its value.
+Replaced = tuple[list[Node], Node, np.ndarray]
+# The tables of one size, each of which may be the one.
+MOST = 24
+
+
+def with_torch_constants(
+    alignment: Alignment,
+) -> tuple[tuple[Hypothesis, ...], Alignment] | None:
+    """Return the tables that differ, and the alignment with those of PyTorch in their place.
+
+    It is None where no more values agree with them than without.
+    """
+    replaced = _replaced(alignment)
+    if not replaced:
+        return None
+    changed = alignment.with_changed(alignment.rerun(_values(replaced)))
+    # Some are tables of the same numbers that both sides write differently.
+    for one in list(replaced):
+        fewer = [other for other in replaced if other is not one]
+        without = alignment.with_changed(alignment.rerun(_values(fewer)))
+        if len(without.flax_of) >= len(changed.flax_of):
+            replaced, changed = fewer, without
+    if not replaced:
+        return None
+    hypotheses = [of_constants(alignment, nodes[0], torch) for nodes, torch, _ in replaced]
+    values = _values(replaced)
+    return grouped_by_kind(hypotheses), alignment.with_changed(alignment.rerun(values), values)
+
+
+def _values(replaced: Sequence[Replaced]) -> dict[Node, np.ndarray]:
+    return {node: value for nodes, _, value in replaced for node in nodes}
+
+
+def _replaced(alignment: Alignment) -> list[Replaced]:
+    """Return the tables that JAX alone has, each with the nearest that PyTorch alone has."""
+    ours = _tables(alignment.flax)
+    theirs = _tables(alignment.torch)
+    unknown = [nodes for nodes in ours if not _nearest(nodes[0].value, theirs, exact=True)]
+    left = [nodes for nodes in theirs if not _nearest(nodes[0].value, ours, exact=True)]
+    found = []
+    for nodes in unknown:
+        near = _nearest(nodes[0].value, left)
+        if near is not None:
+            found.append((nodes, *near))
+    return found
+
+
+def _tables(program: Program) -> list[list[Node]]:
+    """Return the arrays that depend on no input and that the run computes with, each once."""
+    tables: dict[tuple, dict[Node, None]] = {}
+    for node in program.nodes:
+        if node not in program.depending:
+            continue
+        for operand in node.operands:
+            if operand not in program.depending and not operand.constant:
+                value = operand.value
+                key = value.shape, value.dtype.str, value.tobytes()
+                tables.setdefault(key, {})[operand] = None
+    return [list(nodes) for nodes in tables.values()]
+
+
+def _nearest(
+    value: np.ndarray, tables: Sequence[list[Node]], exact: bool = False
+) -> tuple[Node, np.ndarray] | None:
+    """Return the table with most numbers of another one at the same places, in its layout.
+
+    Args:
+        value: array of the other side.
+        tables: nodes that hold each table.
+        exact: whether all have to be the same.
+    """
+    best = None
+    most = -1.0
+    own = _once(value)
+    for nodes in islice(tables, MOST):
+        for array in _layouts(_once(nodes[0].value), own.shape):
+            for right in _meanings(array, own):
+                share = 1.0 if same_array(own, right) else _share(own, right)
+                if share > most:
+                    best, most = (nodes[0], np.broadcast_to(right, value.shape)), share
+    return None if exact and most < 1 else best
+
+
+def _layouts(array: np.ndarray, shape: Sequence[int]) -> Iterator[np.ndarray]:
+    """Yield an array in the layouts that it may have: of a square one the transpose is another."""
+    sizes = [size for size in array.shape if size > 1]
+    most = 1 if sizes == [size for size in shape if size > 1] else LAYOUTS
+    yield from islice(laid_out(array, shape), most)
+
+
+def _once(array: np.ndarray) -> np.ndarray:
+    """Return an array with one of all numbers along each axis that only repeats them."""
+    for axis in range(array.ndim):
+        first = array.take([0], axis)
+        if (array == first).all():
+            array = first
+    return array
+
+
+def _meanings(array: np.ndarray, value: np.ndarray) -> list[np.ndarray]:
+    """Return an array as another one has its numbers: of masks, either may say what is hidden."""
+    flags = value.dtype.kind == "b"
+    if flags != (array.dtype.kind == "b"):
+        binary = not flags or set(np.unique(array)) <= {0, 1}
+        return [array.astype(value.dtype)] if binary else []
+    return [array, ~array] if flags else [array.astype(value.dtype)]
+
+
+def _share(value: np.ndarray, other: np.ndarray) -> float:
+    """Return how much two arrays have in common: below 1."""
+    if value.dtype.kind != "f":
+        return float((value == other).mean()) * 0.999
+    apart = np.abs(value - other).sum()
+    return float(0.999 / (1 + apart / (np.abs(value).sum() + np.abs(other).sum())))
