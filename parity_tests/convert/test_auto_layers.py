@@ -203,3 +203,24 @@ def test_recurrent_layers_on_one_another(rig):
     partner = {row.theirs: row.ours[0] for row in pairing.rows}
     assert partner["weight_ih_l1_reverse"] == "l1_reverse.ih.kernel"
     assert partner["bias_hh_l0"] == "l0.hh.bias"
+
+
+def test_a_norm_that_one_side_holds_in_its_first_block(rig):
+    def block(*names):
+        return nn.ModuleDict({name: nn.LayerNorm(D) for name in names})
+
+    blocks = nn.ModuleList([block("ln1", "ln2", "ln0"), block("ln1", "ln2")])
+    theirs = nn.ModuleDict({"blocks": blocks, "ln_out": nn.LayerNorm(D)})
+    ours = nnx.Module()
+    ours.ln0 = nnx.LayerNorm(D, **F64)
+    ours.blocks = nnx.List()
+    for _ in range(2):
+        inner = nnx.Module()
+        inner.ln1, inner.ln2 = nnx.LayerNorm(D, **F64), nnx.LayerNorm(D, **F64)
+        ours.blocks.append(inner)
+    ours.ln_out = nnx.LayerNorm(D, **F64)
+    pairing = convert.auto(ours, theirs)
+    rig.load_both_ways(ours, theirs.double(), pairing)
+    partner = {row.theirs: row.ours[0] for row in pairing.rows}
+    assert partner["blocks.0.ln0.weight"] == "ln0.scale"
+    assert partner["blocks.1.ln1.bias"] == "blocks.1.ln1.bias"

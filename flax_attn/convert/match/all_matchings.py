@@ -51,11 +51,13 @@ def _further(orders: Orders, found: Matching) -> list[Orders]:
         return []
     left, right = found.ambiguous[0]
     count = len(left)
-    if count > MOST_ITEMS or _are_inputs_of_attention([*left, *right]):
+    items = [*left, *right]
+    if count > MOST_ITEMS or _are_inputs_of_attention(items):
         return []
     name = names_in_all_layers(left)
     further = []
-    for order in permutations(range(count)):
+    places = range(count)
+    for order in permutations(places):
         chosen = {**orders, name: order}
         further.append(chosen)
     return further

@@ -228,7 +228,7 @@ class _Level:
         """Return the ways to tell some like items apart, the surest first."""
         # Query, key and value are never told apart by a number or by order only.
         if not self._hold_inputs(left, right):
-            return [self._by_name, self._by_number, self._by_order]
+            return [self._by_name, self._by_what_is_left, self._by_number, self._by_order]
         return (
             [self._by_name, self._by_number] if self._have_words(left, right) else [self._by_name]
         )
@@ -246,6 +246,10 @@ class _Level:
             if set(ours) == set(theirs) and len(set(ours)) == len(left):
                 return _joined(left, ours, right, theirs, "name")
         return None
+
+    def _by_what_is_left(self, left: list[Item], right: list[Item]) -> list[Settled] | None:
+        here, there = self.ours.paths(left), self.theirs.paths(right)
+        return _all_but_one(left, in_order(here, there), right, in_order(there, here))
 
     def _by_number(self, left: list[Item], right: list[Item]) -> list[Settled] | None:
         """Return the pairs of those that have the same words, in the order of their numbers."""
@@ -331,6 +335,31 @@ def _joined(
     """Return the items of both sides that have the same key."""
     partner = dict(zip(theirs, right, strict=True))
     return [(item, partner[key], evidence) for item, key in zip(left, ours, strict=True)]
+
+
+def _all_but_one(left: list[Item], ours: Keys, right: list[Item], theirs: Keys) -> Pairs:
+    """Return the pairs of those that have the same key, and of the one that is left on each side.
+
+    One of two modules may hold a layer that the other has in its first block.
+    """
+    here = dict(zip(ours, left, strict=True))
+    there = dict(zip(theirs, right, strict=True))
+    shared = [key for key in here if key in there]
+    count = len(left)
+    # With the same name twice, or two that are left, names say too little.
+    if len(here) != count or len(there) != count:
+        return None
+    if count < 3 or len(shared) != count - 1:
+        return None
+    pairs = []
+    for key in shared:
+        one = here.pop(key)
+        other = there.pop(key)
+        pairs.append((one, other, "name"))
+    (one,) = here.values()
+    (other,) = there.values()
+    pairs.append((one, other, "shape"))
+    return pairs
 
 
 def _is_parameter(item: Item) -> bool:

@@ -91,32 +91,49 @@ def _grow(branch: Branch, path: Path, split: bool, recurrent: Reading) -> Group:
 
 def _gates(branch: Branch, path: Path, recurrent: Reading) -> tuple[list[Layer], Branch]:
     """Return the linear layers of a recurrent module, and the rest."""
-    kinds = RECURRENT.intersection(name for _, name in class_names(branch.module))
-    if recurrent == "packed" or not kinds:
+    kind = _recurrent_kind(branch.module)
+    if recurrent == "packed" or not kind:
         return [], branch
-    kind = min(kinds)
-    letters = GATES.get(kind.removesuffix("Cell"), "") if recurrent == "gates" else ""
+    letters = ""
+    if recurrent == "gates":
+        letters = GATES.get(kind.removesuffix("Cell"), "")
     rest = dict(branch.tensors)
     layers = []
     for name in branch.tensors:
-        role, _, place = name.partition("_")
-        side, _, number = place.partition("_")
         # A projection of the state, `weight_hr`, is no gate, and stays as it is.
-        if role != "weight" or side not in ("ih", "hh"):
+        if not name.startswith(("weight_ih", "weight_hh")):
             continue
-        weight, bias = rest.pop(name), rest.pop(f"bias_{place}", None)
-        # One layer of them needs no number.
-        outer = (*path, number) if number not in ("", "l0") else path
-        if letters:
-            names = [f"{side[0]}{letter}" for letter in letters]
-            weights = _pieces(weight, "o i", len(names))
-            biases = _pieces(bias, "o", len(names))
-            for gate, one, other in zip(names, weights, biases, strict=True):
-                layers += _linear((*outer, gate), one, other, kind)
-        else:
-            whole = _whole(weight, "o i"), _whole(bias, "o")
-            layers += _linear((*outer, side), *whole, kind)
+        place = name.removeprefix("weight_")
+        weight = rest.pop(name)
+        bias = rest.pop(f"bias_{place}", None)
+        layers += _gate_layers(path, place, letters, weight, bias, kind)
     return layers, replace(branch, tensors=rest)
+
+
+def _recurrent_kind(module: Any) -> str:
+    """Return the kind of a recurrent module; empty of any other."""
+    names = [name for _, name in class_names(module) if name in RECURRENT]
+    return names[0] if names else ""
+
+
+def _gate_layers(
+    path: Path, place: str, letters: str, weight: Tensor, bias: Tensor | None, kind: str
+) -> list[Layer]:
+    """Return a linear layer for each gate, or one for all of them where there are no letters."""
+    side, _, number = place.partition("_")
+    # One layer of them needs no number.
+    if number not in ("", "l0"):
+        path = (*path, number)
+    if not letters:
+        whole = _whole(weight, "o i"), _whole(bias, "o")
+        return _linear((*path, side), *whole, kind)
+    weights = _pieces(weight, "o i", len(letters))
+    biases = _pieces(bias, "o", len(letters))
+    layers = []
+    for letter, one, other in zip(letters, weights, biases, strict=True):
+        name = f"{side[0]}{letter}"
+        layers += _linear((*path, name), one, other, kind)
+    return layers
 
 
 def _fused_inputs(branch: Branch, path: Path, split: bool) -> tuple[list[Layer], Branch]:

@@ -40,6 +40,9 @@ from flax_attn.parity.adapters.jax_training import Training
 from flax_attn.parity.adapters.module_adapter import ModuleAdapter
 from flax_attn.parity.training import TrainingSpec
 
+# A function of the name of an array and the array, which puts it where it belongs.
+Placed = Callable[[str, jax.Array], jax.Array]
+
 
 def _promoting(method: Callable) -> Callable:
     """Return a method that promotes dtypes as JAX does by default, where the module needs it.
@@ -99,7 +102,7 @@ class JaxAdapter(ModuleAdapter):
         positional: bool = True,
         entries: Sequence[Entry] = (),
         device: Any = None,
-        place: Callable[[str, jax.Array], jax.Array] = lambda name, array: array,
+        place: Placed = lambda name, array: array,
     ):
         self.module = module
         self.entries = list(entries)

@@ -82,18 +82,23 @@ def _result(eqn: Any, values: list[Any], backward: bool) -> Sequence[Any]:
     inner = called(eqn)
     if inner is not None:
         return _evaluated(inner, values, inside)
-    is_loop = eqn.primitive.name in _LOOPS
-    if not is_loop and _is_of_jax(eqn):
+    name = eqn.primitive.name
+    if name not in _LOOPS and _is_of_jax(eqn):
         return _unrounded(eqn, values)
-    values = _narrowed(values, [atom.aval for atom in eqn.invars])
-    if is_loop:
+    avals = [atom.aval for atom in eqn.invars]
+    operands = _narrowed(values, avals)
+    if name in _LOOPS:
         # The sums are in the programs that it repeats.
-        changes = {name: _rewritten(value, inside) for name, value in eqn.params.items()}
-        return bind(eqn, values, **changes)
+        changes = {key: _rewritten(value, inside) for key, value in eqn.params.items()}
+        return bind(eqn, operands, **changes)
+    return _computed(eqn, operands, inside)
+
+
+def _computed(eqn: Any, operands: list[Any], backward: bool) -> Sequence[Any]:
     own = str(eqn.outvars[0].aval.dtype)
-    if own not in _WIDER or not _is_own_sum(eqn, inside):
-        return bind(eqn, values)
-    return [_rounded_once(eqn, values, own)]
+    if own in _WIDER and _is_own_sum(eqn, backward):
+        return [_rounded_once(eqn, operands, own)]
+    return bind(eqn, operands)
 
 
 def _narrowed(values: Sequence[Any], avals: Sequence[Any]) -> list[Any]:

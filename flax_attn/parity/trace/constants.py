@@ -41,7 +41,11 @@ def with_torch_constants(
             replaced, changed = fewer, without
     if not replaced:
         return None
-    hypotheses = [of_constants(alignment, nodes[0], torch) for nodes, torch, _ in replaced]
+    hypotheses = []
+    for nodes, torch, value in replaced:
+        # Of masks that hide and that show the same, the numbers of True differ.
+        opposite = value.dtype.kind == "b" and _once(value).sum() != _once(torch.value).sum()
+        hypotheses.append(of_constants(alignment, nodes[0], torch, bool(opposite)))
     values = _values(replaced)
     return grouped_by_kind(hypotheses), alignment.with_changed(alignment.rerun(values), values)
 

@@ -76,10 +76,19 @@ def exchanged(alignment: Alignment, first: Node, second: Node) -> Hypothesis:
     return Hypothesis(one.torch.node.module, first.operation, "exchange", ours, theirs)
 
 
-def of_constants(alignment: Alignment, flax: Node, torch: Node) -> Hypothesis:
-    """Return that two arrays differ that depend on no input."""
+def of_constants(alignment: Alignment, flax: Node, torch: Node, opposite: bool) -> Hypothesis:
+    """Return that two arrays differ that depend on no input.
+
+    Args:
+        alignment: values that both runs have.
+        flax: array of JAX.
+        torch: array of PyTorch.
+        opposite: whether one of two masks says what the other one hides.
+    """
     explained = _side_by_side(alignment, flax, torch)
     here, there = explained.flax.builder.written(flax), explained.torch.builder.written(torch)
+    if opposite:
+        there = Expression("not", (there,), (), torch)
     gap = Gap("constant", "operation", here, there)
     ours = explained.flax.program.users[flax][0]
     theirs = explained.torch.program.users[torch][0]

@@ -1,0 +1,152 @@
+"""Tables that several layers take, and values that are taken for one another, are named."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+from flax_attn.parity.cpu import on_cpu
+from flax_attn.parity.trace.difference import difference
+
+pytestmark = pytest.mark.usefixtures("as_a_user_has_jax")
+T, D = 6, 4
+
+
+@pytest.fixture
+def differ(paired):
+    """A function that finds where two functions differ, given the shapes of inputs."""
+
+    def find(flax, theirs, *shapes):
+        with on_cpu():
+            return difference(paired(flax, theirs, *shapes))
+
+    return find
+
+
+def scanned(a, b, c):
+    """Linear attention, token by token."""
+
+    def step(state, now):
+        a, b, c = now
+        state = state + b[..., :, None] * a[..., None, :]
+        return state, jnp.einsum("nk,nkv->nv", c, state)
+
+    first = jnp.zeros((a.shape[0], b.shape[-1], a.shape[-1]), a.dtype)
+    moved = [jnp.moveaxis(x, 1, 0) for x in (a, b, c)]
+    return jnp.moveaxis(jax.lax.scan(step, first, moved)[1], 0, 1)
+
+
+def all_at_once(a, b, c):
+    scores = (c @ b.mT).tril()
+    return scores @ a
+
+
+def projected(x, w):
+    return (x @ w).chunk(3, -1)
+
+
+def test_two_values_that_are_exchanged_before_a_scan(differ):
+    def flax(x, w):
+        for _ in range(2):
+            a, c, b = jnp.split(x @ w, 3, -1)  # planted
+            x = x + scanned(jnp.tanh(a), jnp.sin(b), jnp.cos(c) * 0.1)
+        return x
+
+    def theirs(x, w):
+        for _ in range(2):
+            a, b, c = projected(x, w)
+            x = x + all_at_once(a.tanh(), b.sin(), c.cos() * 0.1)
+        return x
+
+    def right(x, w):
+        for _ in range(2):
+            a, b, c = jnp.split(x @ w, 3, -1)
+            x = x + scanned(jnp.tanh(a), jnp.sin(b), jnp.cos(c) * 0.1)
+        return x
+
+    shapes = (2, T, D), (D, 3 * D)
+    assert not differ(right, theirs, *shapes).hypotheses
+    found = differ(flax, theirs, *shapes)
+    assert found.repaired, str(found)
+    (cause,) = found.causes
+    assert "and the other way round" in cause
+    assert "# planted" in {place.source[-9:] for place in found.hypotheses[0].flax.places}
+
+
+def test_the_order_of_what_is_repeated_before_a_scan(differ):
+    groups = np.array([0, 1, 0, 1])  # planted
+
+    def flax(a, b):
+        pairs = b.reshape(*b.shape[:2], 2, 2)
+        parts = jnp.sin(pairs)[:, :, groups].reshape(a.shape)
+        keys = jnp.repeat(jnp.cos(pairs), 2, axis=2).reshape(a.shape)
+        return scanned(a * parts, parts, keys)
+
+    def theirs(a, b):
+        pairs = b.reshape(*b.shape[:2], 2, 2)
+        parts = pairs.sin().repeat_interleave(2, 2).reshape(a.shape)
+        keys = pairs.cos().repeat_interleave(2, 2).reshape(a.shape)
+        return all_at_once(a * parts, parts, keys)
+
+    found = differ(flax, theirs, (2, T, 2 * D), (2, T, D))
+    assert found.repaired, str(found)
+    (one,) = found.hypotheses
+    assert one.parameter in ("layout", "operation", "indices"), str(found)
+    assert "groups" in one.flax.places[0].source
+    (made,) = one.flax.definitions
+    assert made.source.endswith("# planted")
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_an_index_table_that_is_taken_as_it_is_and_transposed(layers, differ):
+    apart = np.arange(T)[:, None] - np.arange(T)
+    wrong = np.clip(apart + 2, 0, 4)  # planted
+    right = torch.tensor(np.clip(apart + 3, 0, 5))
+
+    def flax(x, table):
+        for _ in range(layers):
+            rows = x @ table.T
+            one = jnp.take_along_axis(rows, wrong[None], axis=-1)
+            other = jnp.take_along_axis(jnp.sin(rows), wrong.T[None], axis=-1)
+            x = x + jnp.tanh(one + other.swapaxes(-1, -2)) @ x
+        return x
+
+    def theirs(x, table):
+        for _ in range(layers):
+            rows = x @ table.T
+            index = right.expand(len(x), T, T)
+            one = rows.gather(-1, index)
+            other = rows.sin().gather(-1, index.mT)
+            x = x + (one + other.mT).tanh() @ x
+        return x
+
+    found = differ(flax, theirs, (2, T, D), (6, D))
+    assert found.repaired, str(found)
+    assert 1 <= len(found.hypotheses) <= 2, str(found)
+    for one in found.hypotheses:
+        assert "6x6" in one.flax.value
+        assert "wrong" in one.flax.places[0].source
+
+
+def test_a_mask_that_says_what_is_hidden_and_lies_transposed(differ):
+    edges = np.roll(np.eye(T, dtype=bool), 1, axis=1) | np.eye(T, dtype=bool)
+    hidden = torch.tensor(~edges)
+
+    def flax(x):
+        # Another formulation, so that a row of weights is no value of both sides.
+        for _ in range(2):
+            scores = jnp.where(edges.T, jnp.exp(x @ x.swapaxes(1, 2)), 0)
+            x = x + (scores @ x) / scores.sum(-1, keepdims=True)
+        return x
+
+    def theirs(x):
+        for _ in range(2):
+            scores = (x @ x.mT).masked_fill(hidden, float("-inf"))
+            x = x + scores.softmax(-1) @ x
+        return x
+
+    found = differ(flax, theirs, (2, T, D))
+    assert found.repaired, str(found)
+    (one,) = found.hypotheses
+    assert "edges.T" in one.flax.places[0].source
