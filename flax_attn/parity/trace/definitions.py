@@ -149,7 +149,7 @@ class _Definitions:
             for statement in ast.walk(owner):
                 if isinstance(statement, ast.stmt) and sets_attribute(statement, name):
                     # The parameters of a layer are no constants, and depend on no input either.
-                    if makes_a_layer(statement):
+                    if makes_a_layer(statement, name):
                         raise _InputsError
                     self._assigned(statement, scope.source)
                     found = True

@@ -89,10 +89,24 @@ def reads_sizes(statement: ast.stmt) -> bool:
     return False
 
 
-def makes_a_layer(statement: ast.stmt) -> bool:
-    """Whether a statement assigns an instance of a class that holds no constants."""
+def makes_a_layer(statement: ast.stmt, name: str) -> bool:
+    """Whether a statement sets an attribute to an instance of a class that holds no constants."""
     match statement:
-        case ast.Assign(value=ast.Call(func=function)):
+        case ast.Assign(targets=[ast.Tuple(elts=elements)], value=ast.Tuple(elts=values)):
+            own = [
+                value
+                for one, value in zip(elements, values, strict=False)
+                if _target(one) == f"self.{name}"
+            ]
+            return any(map(_is_layer, own))
+        case ast.Assign(value=value):
+            return _is_layer(value)
+    return False
+
+
+def _is_layer(value: ast.expr) -> bool:
+    match value:
+        case ast.Call(func=function):
             name = last_name(function)
             return name[:1].isupper() and not name.endswith(HOLDERS)
     return False
