@@ -150,3 +150,38 @@ def test_a_mask_that_says_what_is_hidden_and_lies_transposed(differ):
     assert found.repaired, str(found)
     (one,) = found.hypotheses
     assert "edges.T" in one.flax.places[0].source
+
+
+def test_a_factor_at_another_place_is_one_difference(differ):
+    def flax(x, w):
+        for _ in range(2):
+            q, k = jnp.tanh(x @ w), jnp.sin(x @ w)
+            x = x + jax.nn.softmax(q @ k.swapaxes(1, 2) * 0.25) @ x  # planted
+        return x
+
+    def theirs(x, w):
+        for _ in range(2):
+            q, k = (x @ w).tanh() * 0.5, (x @ w).sin()
+            x = x + (q @ k.mT).softmax(-1) @ x
+        return x
+
+    found = differ(flax, theirs, (2, T, D), (D, D))
+    assert found.repaired, str(found)
+    assert found.causes == ["the whole module: flax multiplies by 0.25, torch by 0.5"]
+    (one,) = found.hypotheses
+    assert one.flax.places[0].source.endswith("# planted")
+    assert "* 0.5" in one.torch.places[0].source
+
+
+def test_two_factors_of_other_values_are_two_differences(differ):
+    def flax(x, w):
+        q = jnp.tanh(x @ w)
+        return jax.nn.softmax(q @ x.swapaxes(1, 2)) @ (jnp.sin(x) * 0.25)
+
+    def theirs(x, w):
+        q = (x @ w).tanh() * 0.5
+        return (q @ x.mT).softmax(-1) @ x.sin()
+
+    found = differ(flax, theirs, (2, T, D), (D, D))
+    assert found.repaired, str(found)
+    assert len(found.hypotheses) == 2, str(found)

@@ -18,6 +18,7 @@ from flax_attn.parity.trace.candidates import candidates
 from flax_attn.parity.trace.constants import with_torch_constants
 from flax_attn.parity.trace.exchanges import taken_otherwise
 from flax_attn.parity.trace.explain import explain
+from flax_attn.parity.trace.factors import with_joined_factors
 from flax_attn.parity.trace.hypothesis import Hypothesis, grouped_by_kind
 from flax_attn.parity.trace.program import Node, Program
 from flax_attn.parity.trace.repeats import with_repeats
@@ -142,7 +143,7 @@ def _searched(alignment: Alignment) -> Search:
         found.append((order, [hypothesis]))
         alignment = alignment.with_changed(changed)
     first = alignment
-    kinds: set[tuple] = set()
+    kinds: dict[tuple, Repair] = {}
     while len(kinds) < DIFFERENCES and len(found) < len(tables) + PLACES:
         made = _next_repair(alignment)
         if made is None:
@@ -151,11 +152,12 @@ def _searched(alignment: Alignment) -> Search:
         # Explained at once, so that the values before it need not be kept.
         explained = explain(repair)
         found.append((repair.torch.order, explained))
-        kinds.update(one.kind for one in explained)
+        for one in explained:
+            kinds.setdefault(one.kind, repair)
         alignment = alignment.with_changed(changed, replaced)
     found.sort(key=itemgetter(0))
     every = chain.from_iterable(hypotheses for _, hypotheses in found)
-    hypotheses = grouped_by_kind(every)
+    hypotheses = with_joined_factors(grouped_by_kind(every), kinds, first)
     several = len(hypotheses) > 1 or any(one.parameter == "expression" for one in hypotheses)
     # One value that makes all agree would be behind the tables.
     if several and not tables:
