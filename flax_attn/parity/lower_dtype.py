@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -60,7 +60,17 @@ def lower_dtype(dtype: str, pair: Pair) -> Check:
     if set(ours.dtypes.values()) != set(first.dtypes.values()):
         notes.append(f"outputs are {ours.dtypes} in flax and {first.dtypes} in torch")
     arrays = {"flax": ours.arrays, "torch": first.arrays, "reference": measured}
-    return worst_of(dtype, errors, 1.0, "; ".join(notes), **arrays)
+    check = worst_of(dtype, errors, 1.0, "; ".join(notes), **arrays)
+    return replace(check, untested=tuple(_overflowing(dtype, measured, reference)))
+
+
+def _overflowing(dtype: str, measured: Arrays, reference: Result) -> Iterator[str]:
+    """Yield what was not compared, as PyTorch has no finite number there."""
+    for kind, arrays in (("outputs", reference.outputs), ("gradients", reference.gradients)):
+        names = [name for name in arrays if any_finite({name: arrays[name]})]
+        lost = [name for name in names if not any_finite({name: measured[name]})]
+        if lost:
+            yield f"{dtype}: {len(lost)} of {len(names)} {kind} of PyTorch have no finite number"
 
 
 def _break_the_rule(errors: Mapping[str, float]) -> bool:

@@ -38,6 +38,8 @@ LONG = 193
 # Factors of the weight matrices, the first at which rounding changes less than this.
 SCALES = (1_000_000, 1000, 100, 10)
 ROUNDING = 1e-10
+# Tensors that a sentence names.
+NAMED = 3
 
 
 def huge_logits(pair: Pair) -> Situation:
@@ -223,10 +225,21 @@ def _excesses(
     drowned = []
     for name, excess in excesses.items():
         if excess <= 1 and gradients[name] > tolerance.MOST_GRADIENT:
-            drowned.append(f"{name}: rounding alone moves that of PyTorch as much as JAX's differs")
+            drowned.append(name)
         else:
             errors[name] = excess
-    return errors, drowned
+    return errors, _of_rounding(drowned)
+
+
+def _of_rounding(names: Sequence[str]) -> list[str]:
+    """Return a sentence about gradients of which nothing is left but rounding, if there are any."""
+    if not names:
+        return []
+    more = len(names) - NAMED
+    shown = ", ".join(names[:NAMED])
+    if more > 0:
+        shown = f"{shown} and {more} more"
+    return [f"{shown}: rounding alone moves that of PyTorch as much as JAX's differs"]
 
 
 def _refuse_ties(pair: Pair, spec: RunSpec, theirs: Result) -> None:

@@ -241,6 +241,18 @@ class OneMoreKeyHiddenByAnotherNumber:
         return (q @ k.T).masked_fill(hidden, torch.finfo(q.dtype).min).softmax(-1)
 
 
+@planted(r"flax adds 1e-05, torch 1e-12", shapes=(X, SQUARE))
+class EpsilonNextToNothing:
+    # With 1e-12 added a variance is the same number, and no value of its own.
+    def flax(x, w):
+        mean, variance = x.mean(-1, keepdims=True), x.var(-1, keepdims=True)
+        normed = (x - mean) / jnp.sqrt(variance + 1e-5)  # planted
+        return normed @ w
+
+    def torch(x, w):
+        return F.layer_norm(x, (8,), eps=1e-12) @ w  # planted
+
+
 @planted(r"flax has \w+ < 0, torch has 0 < \w+", shapes=((8, 3), (5, 5, 3)))
 class HalfOfTheBuckets:
     # One side chooses an index by a condition, the other multiplies the condition.

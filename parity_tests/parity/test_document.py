@@ -14,6 +14,7 @@ from flax_attn.parity import CHECKS, Recipe, compare
 from flax_attn.parity.check import Check
 from flax_attn.parity.report import console, document
 from flax_attn.parity.report.state import next_steps
+from flax_attn.parity.trace.difference import Difference
 
 # Where it differs is not searched, which these tests do not ask for.
 LINEAR = {"inputs": [(4, 5, 3)], "locate": False}
@@ -78,6 +79,9 @@ def test_the_next_step_is_the_first_cause(differing, equal):
     unlocated = replace(differing, difference=None)
     located, *_ = next_steps(unlocated)
     assert "in the place that no node shows: forward: error 0.0003" in located
+    # Nor where the two agree in float64: what fails there says more than that.
+    agreeing = replace(differing, difference=Difference())
+    assert next_steps(agreeing)[0] == located
 
 
 def linear(**options):

@@ -222,3 +222,18 @@ def test_outputs_that_one_check_cannot_read_do_not_stop_the_others():
     passed = [check.name for check in report.checks if check.passed]
     assert passed == ["forward", "second"]
     assert "the check raised PairingError" in report.check("bfloat16").nothing
+
+
+def test_an_output_that_overflows_in_float16_is_not_tested():
+    def flax(x):
+        return {"small": x * 0.5, "large": x * 1e4 * 1e4}
+
+    def theirs(x):
+        return {"small": x * 0.5, "large": x * 1e4 * 1e4}
+
+    # No number of the input is so small that its product is finite.
+    report = compare(flax, theirs, [1.0 + np.arange(12.0).reshape(3, 4)], checks=["float16"])
+    assert report.check("float16").passed, report.explain()
+    said = "float16: 1 of 2 outputs of PyTorch have no finite number"
+    assert said in report.coverage.untested
+    assert report.state == "equal where tested"

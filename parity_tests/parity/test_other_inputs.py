@@ -316,6 +316,11 @@ def test_padding_occurs_among_the_ids():
     report = judged(Embed(7), TorchEmbed(padding_idx=0), IDS, ["gradients", "ids"])
     assert [check.name for check in report.failed] == ["ids"]
     assert report.check("ids").note == "the row 0, padding_idx, gets no gradient"
+    # Which row that is says where the two differ, too.
+    located = compare(Embed(7), TorchEmbed(padding_idx=0), IDS, checks=["gradients", "ids"])
+    (cause,) = located.causes
+    assert "torch 0" in cause
+    assert "padding_idx" in cause
 
 
 def test_ids_that_never_occurred_are_not_tested():

@@ -29,8 +29,9 @@ def next_steps(report: Findings) -> list[str]:
 def _first_difference(report: Findings) -> str:
     shapes = report.check("shapes")
     unlike = [shapes.note] if shapes is not None and shapes.failed and shapes.note else []
-    # What comes later may follow from it.
-    for found in (unlike, report.causes, report.where):
+    # What comes later may follow from it. Where float64 agrees, no place does: a check says more.
+    agrees = report.difference is not None and report.difference.agrees
+    for found in (unlike, report.causes, [] if agrees else report.where):
         if found:
             return f"mend this first, and compare again: {found[0]}"
     worst = next(check for check in report.failed if check.ran)

@@ -76,9 +76,21 @@ class Builder:
         """Return the expression of a node over shared values, which stand for themselves."""
         if node.constant and node not in self.varying and node.value.size:
             return number(float(node.value.reshape(-1)[0]), node)
-        if node in self.leaves:
+        if node in self.leaves and not self._adds_little(node):
             return self.leaf(node)
         return self.written(node)
+
+    def _adds_little(self, node: Node) -> bool:
+        """Whether a node adds a number to a shared value, too small to make another value of it.
+
+        An epsilon of 1e-12 is one, beside which another one of 1e-5 is to be told.
+        """
+        if node.operation != "add" or len(node.operands) != 2:
+            return False
+        numbers = [one for one in node.operands if one not in self.varying and one.constant]
+        others = [one for one in node.operands if one in self.varying]
+        same = [self.leaves.get(one) == self.leaves[node] for one in others]
+        return len(numbers) == 1 and same == [True] and bool(numbers[0].value.any())
 
     def written(self, node: Node) -> Expression:
         """Return the operation of a node, also where its value is shared."""

@@ -186,6 +186,9 @@ class _Definitions:
         imported = imported_function(scope.source.file, name)
         if imported is not None:
             self._body(*imported)
+            return
+        # A function may be a variable, as one that `partial` makes is.
+        self._of_file(name, scope.source)
 
     def _body(self, function: Function, source: Source) -> None:
         """Add the statements of a function."""

@@ -104,6 +104,11 @@ class Difference:
         return bool(self.hypotheses) and not self.remaining
 
     @property
+    def agrees(self) -> bool:
+        """Whether no operation differs, so that the checks say what does."""
+        return not (self.hypotheses or self.remaining or self.miscompiled)
+
+    @property
     def unnamed(self) -> bool:
         """Whether the cause is before so many hypotheses, and not among them."""
         return self.repaired and _causes(self.hypotheses) >= MANY

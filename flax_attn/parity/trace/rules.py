@@ -165,7 +165,9 @@ def _added(node: Node, x: list[Expression]) -> Expression:
 
 
 def _scattered(node: Node, x: list[Expression]) -> Expression:
-    return Expression("scatter-add", (ZERO, x[1], x[0]), (), node)
+    padding = node.parameters.get("padding_idx")
+    settings = () if padding is None else (("padding_idx", padding),)
+    return Expression("scatter-add", (ZERO, x[1], x[0]), settings, node)
 
 
 def _masked(node: Node, x: list[Expression]) -> Expression:

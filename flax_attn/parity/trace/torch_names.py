@@ -121,7 +121,15 @@ def parameters_of(
             found[key] = _plain(value)
     if name in REDUCTIONS:
         found.setdefault("axes", tuple(range(rank)))
+    if name == "embedding_dense_backward":
+        found |= _padding(args, kwargs)
     return found
+
+
+def _padding(args: tuple, kwargs: dict) -> dict[str, int]:
+    """Return the row of a table that has no gradient; nothing where each has one."""
+    _, _, _, padding, *_ = (*args, *kwargs.values())
+    return {"padding_idx": padding} if padding >= 0 else {}
 
 
 def _permutation(given: dict[str, Any], rank: int) -> tuple[int, ...]:
