@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from torch.nn import functional as F
 
 from flax_attn.parity.cpu import on_cpu
 from flax_attn.parity.trace.difference import difference
@@ -185,3 +186,52 @@ def test_two_factors_of_other_values_are_two_differences(differ):
     found = differ(flax, theirs, (2, T, D), (D, D))
     assert found.repaired, str(found)
     assert len(found.hypotheses) == 2, str(found)
+
+
+class Looped:
+    """A loop over tokens in PyTorch whose steps depend on one another in the end alone."""
+
+    @staticmethod
+    def torch(x, w):
+        state = torch.zeros_like(x[:, 0])
+        states = []
+        for i in range(x.shape[1]):
+            hidden = torch.tanh(x[:, i] @ w)
+            hidden = hidden + hidden.softmax(-1) * 0.5
+            hidden = F.layer_norm(hidden, hidden.shape[-1:])
+            state = torch.sigmoid(state @ w) * state + hidden
+            states.append(state)
+        return torch.stack(states, 1)
+
+    @staticmethod
+    def flax(x, w, factor=0.5, axis=-1):
+        hidden = jnp.tanh(x @ w)
+        hidden = hidden + jax.nn.softmax(hidden, axis) * factor
+        hidden = jax.nn.standardize(hidden, epsilon=1e-5)
+
+        def step(state, now):
+            state = jax.nn.sigmoid(state @ w) * state + now
+            return state, state
+
+        first = jnp.zeros_like(x[:, 0])
+        return jax.lax.scan(step, first, hidden.swapaxes(0, 1))[1].swapaxes(0, 1)
+
+
+def test_a_loop_beside_a_batch(differ):
+    shapes = (2, T, D), (D, D)
+    assert not differ(Looped.flax, Looped.torch, *shapes).hypotheses
+    found = differ(lambda x, w: Looped.flax(x, w, factor=0.25), Looped.torch, *shapes)
+    assert found.repaired, str(found)
+    assert found.causes == ["the whole module: flax multiplies by 0.25, torch by 0.5"]
+    (one,) = found.hypotheses
+    assert "* factor" in one.flax.places[0].source
+    assert "* 0.5" in one.torch.places[0].source
+
+
+def test_an_axis_in_a_loop_is_that_of_the_batch(differ):
+    shapes = (2, T, D), (D, D)
+    found = differ(lambda x, w: Looped.flax(x, w, axis=0), Looped.torch, *shapes)
+    assert found.repaired, str(found)
+    (one,) = found.hypotheses
+    assert one.flax.value == "2", str(found)
+    assert one.torch.value == str(D)

@@ -92,6 +92,8 @@ class Node:
         equation: the operation as its framework has it.
         compute: function that computes the value from those of the operands; None where a run
             cannot be repeated.
+        steps: nodes of the steps of a loop whose values are stacked in this one; empty for a node
+            that ran itself.
     """
 
     operation: str
@@ -103,6 +105,7 @@ class Node:
     order: int = -1
     equation: Any = None
     compute: Callable[[Sequence[np.ndarray]], np.ndarray] | None = None
+    steps: tuple[Node, ...] = ()
 
     @property
     def module(self) -> str:

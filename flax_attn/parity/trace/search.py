@@ -20,6 +20,7 @@ from flax_attn.parity.trace.exchanges import taken_otherwise
 from flax_attn.parity.trace.explain import explain
 from flax_attn.parity.trace.factors import with_joined_factors
 from flax_attn.parity.trace.hypothesis import Hypothesis, grouped_by_kind
+from flax_attn.parity.trace.loops import beside, with_steps_of, with_steps_together
 from flax_attn.parity.trace.program import Node, Program
 from flax_attn.parity.trace.repeats import with_repeats
 from flax_attn.parity.trace.scans import turned_scan
@@ -91,7 +92,7 @@ def search(flax: Program, torch: Program, expected: Arrays | None = None) -> Sea
     if not any(one.parameter in VAGUE for one in found.hypotheses):
         return found
     # What goes in is wrong, perhaps, where what comes of it is written otherwise.
-    for look in (_with_constants, _otherwise):
+    for look in (_with_constants, _otherwise, _with_steps_together):
         other = look(alignment)
         if other is not None and _says_less(other, found):
             return other
@@ -112,6 +113,12 @@ def _otherwise(alignment: Alignment) -> Search | None:
     """Return what differs if values are taken for one another, or in another order."""
     taken = taken_otherwise(alignment)
     return None if taken is None else Search(*taken, [])
+
+
+def _with_steps_together(alignment: Alignment) -> Search | None:
+    """Return what differs if each line of a loop of PyTorch is one operation, as in a batch."""
+    torch = with_steps_together(alignment.torch)
+    return None if torch is None else _searched(replace(alignment, torch=torch))
 
 
 def _says_less(other: Search, found: Search) -> bool:
@@ -206,8 +213,9 @@ def _unmatched(alignment: Alignment, wrong: Sequence[str]) -> tuple[list[Node], 
     """Return the nodes of both sides that lead to wrong outputs and that one side alone has."""
     here, there = alignment.flax.outputs, alignment.torch.outputs
     ours = cone([here[name] for name in wrong], alignment.torch_of)
-    theirs = cone([there[name] for name in wrong], alignment.flax_of)
-    return ours, theirs
+    known = with_steps_of(alignment.flax_of)
+    theirs = cone([there[name] for name in wrong], known)
+    return ours, beside(theirs, alignment.torch, known)
 
 
 def _computed_from(wrong: set[Node], matched: Mapping[Node, Sequence[Node]]) -> list[Node]:
