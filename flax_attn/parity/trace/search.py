@@ -7,7 +7,7 @@ the difference lies between them and the last values that agree.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from operator import itemgetter
@@ -91,12 +91,23 @@ def search(flax: Program, torch: Program, expected: Arrays | None = None) -> Sea
         found = ordered if few and _rank(ordered) < _rank(found) else found
     if not any(one.parameter in VAGUE for one in found.hypotheses):
         return found
-    # What goes in is wrong, perhaps, where what comes of it is written otherwise.
-    for look in (_with_constants, _otherwise, _with_steps_together):
-        other = look(alignment)
+    for other in _otherwise(alignment):
         if other is not None and _says_less(other, found):
             return other
     return found
+
+
+def _otherwise(alignment: Alignment) -> Iterator[Search | None]:
+    """Yield what else may differ, where whole expressions do."""
+    yield _with_constants(alignment)
+    yield _taken_otherwise(alignment)
+    # In a batch JAX has no values of single steps.
+    torch = with_steps_together(alignment.torch)
+    if torch is not None:
+        together = replace(alignment, torch=torch)
+        yield _searched(together)
+        yield _with_constants(together)
+        yield _taken_otherwise(together)
 
 
 def _with_constants(alignment: Alignment) -> Search | None:
@@ -109,24 +120,20 @@ def _with_constants(alignment: Alignment) -> Search | None:
     return Search((*hypotheses, *rest.hypotheses), rest.alignment, rest.wrong)
 
 
-def _otherwise(alignment: Alignment) -> Search | None:
+def _taken_otherwise(alignment: Alignment) -> Search | None:
     """Return what differs if values are taken for one another, or in another order."""
     taken = taken_otherwise(alignment)
     return None if taken is None else Search(*taken, [])
 
 
-def _with_steps_together(alignment: Alignment) -> Search | None:
-    """Return what differs if each line of a loop of PyTorch is one operation, as in a batch."""
-    torch = with_steps_together(alignment.torch)
-    return None if torch is None else _searched(replace(alignment, torch=torch))
-
-
 def _says_less(other: Search, found: Search) -> bool:
-    """Whether as few differences, in fewer words, explain as much."""
+    """Whether as few differences, in fewer words, explain as much; or a few, in half of them."""
     if len(other.wrong) > len(found.wrong):
         return False
+    shorter = _length(found.hypotheses) - _length(other.hypotheses)
     no_more = len(other.hypotheses) <= max(len(found.hypotheses), 1)
-    return no_more and _length(other.hypotheses) < _length(found.hypotheses)
+    few = len(other.hypotheses) <= FEW and shorter > _length(other.hypotheses)
+    return shorter > 0 and (no_more or few)
 
 
 def _rank(found: Search) -> tuple[int, int, int]:
