@@ -302,10 +302,13 @@ def _note_on_gates(layout: Any) -> list[str]:
     """Return what was taken for granted of linear layers that hold the gates of a recurrent one."""
     rows = layout.rows if isinstance(layout, Pairing) else ()
     # Where gates are apart, their names say which is which.
-    packed = [row for row in rows if row.kind in RECURRENT and len(row.ours) == 1 and row.pattern]
+    packed = []
+    for row in rows:
+        if row.kind in RECURRENT and len(row.ours) == 1 and row.pattern:
+            packed.append(row.ours[0])
     if not packed:
         return []
-    names = ", ".join(row.ours[0] for row in packed)
+    names = ", ".join(packed)
     return [
         f"{names}: taken to hold the gates in PyTorch's order. If yours is another one, pass"
         " layout=None with weights that agree"

@@ -235,8 +235,9 @@ def _of_rounding(names: Sequence[str]) -> list[str]:
     """Return a sentence about gradients of which nothing is left but rounding, if there are any."""
     if not names:
         return []
+    first = names[:NAMED]
+    shown = ", ".join(first)
     more = len(names) - NAMED
-    shown = ", ".join(names[:NAMED])
     if more > 0:
         shown = f"{shown} and {more} more"
     return [f"{shown}: rounding alone moves that of PyTorch as much as JAX's differs"]
