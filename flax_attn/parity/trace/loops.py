@@ -26,7 +26,9 @@ def with_steps_together(program: Program) -> Program | None:
     if not together.made:
         return None
     nodes = list(own.nodes)
-    for last, node in reversed(together.made):
+    # From the end, so that places before are as they were: what was made last comes first.
+    last_first = sorted(reversed(together.made), key=lambda pair: -pair[0].order)
+    for last, node in last_first:
         nodes.insert(last.order + 1, node)
     return Program(nodes, own.outputs)
 
