@@ -393,8 +393,22 @@ def _ranks(keys: list[Key]) -> list[int] | None:
 
 def _agree_with_order(ours: list[Key], theirs: list[Key]) -> bool:
     """Whether neither names nor numbers contradict the order."""
-    for ranks in (_ranks(ours), _ranks(theirs)):
-        if ranks is not None and ranks != sorted(ranks):
-            return False
-    shared = [key for key in ours if key.words and key in theirs]
-    return all(ours.index(key) == theirs.index(key) for key in shared)
+    count_up = _count_up(ours) and _count_up(theirs)
+    # A word that both sides have is at the same places, whatever else the names say.
+    here, there = _places_of_words(ours), _places_of_words(theirs)
+    shared = [word for word in here if word in there]
+    return count_up and all(here[word] == there[word] for word in shared)
+
+
+def _count_up(keys: list[Key]) -> bool:
+    ranks = _ranks(keys)
+    return ranks is None or ranks == sorted(ranks)
+
+
+def _places_of_words(keys: list[Key]) -> dict[str, list[int]]:
+    places: dict[str, list[int]] = {}
+    for at, key in enumerate(keys):
+        whole = [repr(key)] if key.words else []
+        for word in (*key.words, *whole):
+            places.setdefault(word, []).append(at)
+    return places

@@ -27,7 +27,8 @@ def with_steps_together(program: Program) -> Program | None:
         return None
     nodes = list(own.nodes)
     # From the end, so that places before are as they were: what was made last comes first.
-    last_first = sorted(reversed(together.made), key=lambda pair: -pair[0].order)
+    latest = together.made[::-1]
+    last_first = sorted(latest, key=lambda pair: -pair[0].order)
     for last, node in last_first:
         nodes.insert(last.order + 1, node)
     return Program(nodes, own.outputs)
