@@ -10,9 +10,10 @@ from flax_attn.convert import LAYOUTS
 from flax_attn.parity.adapters.jax_adapter import JaxAdapter
 from flax_attn.parity.adapters.torch_adapter import TorchAdapter
 from flax_attn.parity.check import Check
+from flax_attn.parity.cpu import on_cpu
 from flax_attn.parity.pair import Pair
 from flax_attn.parity.report.report import Report
-from flax_attn.parity.trace.difference import Difference, Step
+from flax_attn.parity.trace.difference import Difference, Step, difference
 from flax_attn.parity.trace.hypothesis import Hypothesis, Side
 from flax_attn.parity.trace.program import Place
 from flax_attn.parity.weight_map import weight_map
@@ -87,6 +88,17 @@ def paired():
         return Pair(ours, theirs, inputs, ours.entries)
 
     return pair
+
+
+@pytest.fixture
+def differ(paired):
+    """A function that finds where two modules or functions differ, given the shapes of inputs."""
+
+    def find(flax, theirs, *shapes):
+        with on_cpu():
+            return difference(paired(flax, theirs, *shapes))
+
+    return find
 
 
 @pytest.fixture(scope="session")

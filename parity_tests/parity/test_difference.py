@@ -21,8 +21,6 @@ from flax import nnx
 from torch.nn import functional as F
 
 from flax_attn.parity import compare
-from flax_attn.parity.cpu import on_cpu
-from flax_attn.parity.trace.difference import difference
 
 pytestmark = pytest.mark.usefixtures("as_a_user_has_jax")
 X, SQUARE = (3, 5, 8), (8, 8)
@@ -998,17 +996,6 @@ def points_at(side, function):
     shown = side.places[:3]
     inside = all(within(place, function) for place in shown)
     return inside and any(place.source.endswith("# planted") for place in shown)
-
-
-@pytest.fixture
-def differ(paired):
-    """A function that finds where two modules or functions differ, given the shapes of inputs."""
-
-    def find(flax, theirs, *shapes):
-        with on_cpu():
-            return difference(paired(flax, theirs, *shapes))
-
-    return find
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.pair.__name__)

@@ -7,22 +7,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from flax_attn.parity.cpu import on_cpu
-from flax_attn.parity.trace.difference import difference
-
 pytestmark = pytest.mark.usefixtures("as_a_user_has_jax")
 T, D = 6, 4
-
-
-@pytest.fixture
-def differ(paired):
-    """A function that finds where two functions differ, given the shapes of inputs."""
-
-    def find(flax, theirs, *shapes):
-        with on_cpu():
-            return difference(paired(flax, theirs, *shapes))
-
-    return find
 
 
 def scanned(a, b, c):

@@ -32,11 +32,11 @@ def with_torch_constants(
     replaced = _replaced(alignment)
     if not replaced:
         return None
-    changed = alignment.with_changed(alignment.rerun(_values(replaced)))
+    changed = _put_in(alignment, replaced)
     # Some are tables of the same numbers that both sides write differently.
     for one in list(replaced):
         fewer = [other for other in replaced if other is not one]
-        without = alignment.with_changed(alignment.rerun(_values(fewer)))
+        without = _put_in(alignment, fewer)
         if len(without.flax_of) >= len(changed.flax_of):
             replaced, changed = fewer, without
     if not replaced:
@@ -46,12 +46,15 @@ def with_torch_constants(
         # Of masks that hide and that show the same, the numbers of True differ.
         opposite = value.dtype.kind == "b" and _once(value).sum() != _once(torch.value).sum()
         hypotheses.append(of_constants(alignment, nodes[0], torch, bool(opposite)))
-    values = _values(replaced)
-    return grouped_by_kind(hypotheses), alignment.with_changed(alignment.rerun(values), values)
+    return grouped_by_kind(hypotheses), changed
 
 
-def _values(replaced: Sequence[Replaced]) -> dict[Node, np.ndarray]:
-    return {node: value for nodes, _, value in replaced for node in nodes}
+def _put_in(alignment: Alignment, replaced: Sequence[Replaced]) -> Alignment:
+    """Return the alignment with tables of PyTorch in the place of those of JAX."""
+    values = {}
+    for nodes, _, value in replaced:
+        values |= dict.fromkeys(nodes, value)
+    return alignment.with_changed(alignment.rerun(values), values)
 
 
 def _replaced(alignment: Alignment) -> list[Replaced]:

@@ -181,9 +181,10 @@ def _wanted(pair: Pair) -> tuple[Arrays, dict[str, str]]:
         if entry.theirs not in right:
             continue
         parts = entry.split(right[entry.theirs])
-        for name, array in _named(PARAMETER.strip(), parts).items():
-            wanted[name] = np.asarray(array)
-            owners[name] = entry.theirs
+        for name, array in parts.items():
+            key = f"{PARAMETER}{name}"
+            wanted[key] = np.asarray(array)
+            owners[key] = entry.theirs
     for name in pair.inputs:
         if name in right:
             wanted[name] = right[name]
