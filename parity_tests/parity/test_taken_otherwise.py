@@ -7,6 +7,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from flax_attn.parity.trace import constants
+from flax_attn.parity.trace.program import Node
+
 pytestmark = pytest.mark.usefixtures("as_a_user_has_jax")
 T, D = 6, 4
 
@@ -221,3 +224,19 @@ def test_an_axis_in_a_loop_is_that_of_the_batch(differ):
     (one,) = found.hypotheses
     assert one.flax.value == "2", str(found)
     assert one.torch.value == str(D)
+
+
+def test_of_two_masks_either_may_say_what_is_hidden():
+    visible = np.tril(np.ones((4, 4), bool))
+    hidden = ~visible
+    # One more key is seen in the port.
+    wrong = visible.copy()
+    wrong[0, 1] = True
+    table = Node("constant", (), hidden[None])
+    near = constants._nearest(wrong, [[table]])
+    assert near is not None
+    node, value = near
+    assert node is table
+    np.testing.assert_array_equal(value, visible, "the mask of PyTorch, as the port means it")
+    assert constants._nearest(wrong, [[table]], exact=True) is None
+    assert constants._nearest(visible, [[table]], exact=True) is not None
