@@ -136,8 +136,9 @@ def make_report(request: Request, options: argparse.Namespace) -> Report:
     """Return the report, or one that says what stopped the comparison."""
     from flax_attn.convert import ConversionError
     from flax_attn.parity.adapters.adapter import PairingError
+    from flax_attn.parity.adapters.quick_jit import quick_operations
 
-    with Loader() as loader:
+    with Loader() as loader, quick_operations():
         try:
             return _report(request, loader, options)
         except (CannotCompareError, PairingError, ConversionError) as error:

@@ -32,6 +32,7 @@ from flax_attn.parity.adapters.jax_arrays import (
     floating,
     is_floating_in_jax,
     round_stochastically,
+    zeros_like,
 )
 from flax_attn.parity.adapters.jax_float32 import named_float32_as_float64
 from flax_attn.parity.adapters.jax_parts import Parts, take_apart
@@ -250,7 +251,12 @@ class JaxAdapter(ModuleAdapter):
         params = self.arrays(own, spec.dtype)
         inputs = self.arrays(given, spec.dtype)
         state = self._state(spec.mode, spec.dtype)
-        return params, inputs, state, as_extras(spec.extras)
+        return params, inputs, state, self._taken(spec.extras)
+
+    def _taken(self, extras: Mapping[str, Any]) -> JaxArrays:
+        """Return the extras that a call takes: one that it does not take is another program."""
+        known = frozenset().union(*(call.accepts for call in self._calls.values()))
+        return as_extras({name: value for name, value in extras.items() if name in known})
 
     def _with_cotangents(self, spec: RunSpec) -> tuple[Any, ...]:
         """Return what a run is given, and the cotangents, if it computes gradients."""
@@ -275,7 +281,8 @@ class JaxAdapter(ModuleAdapter):
         training = Training(self.programs, spec, self.arrays(spec.targets), names)
         state = self._state(spec.mode, "float64")
         start, inputs = self.arrays(self._params), self.arrays(spec.inputs)
-        params, losses = training.run(start, inputs, state)
+        extras = [self._taken({**spec.extras, "dropout_key": key}) for key in spec.keys]
+        params, losses = training.run(start, inputs, state, extras)
         return self._shared(params) | {"loss": np.array(losses)}
 
     def _run(self, spec: RunSpec) -> Result:
@@ -360,7 +367,7 @@ class JaxAdapter(ModuleAdapter):
     ) -> tuple[JaxArrays, JaxArrays]:
         """Return the tangents of parameters by our names, and of the inputs."""
         # A parameter that is not shared does not move.
-        of_params = jax.tree.map(jnp.zeros_like, params)
+        of_params = jax.tree.map(zeros_like, params)
         for entry in self._trained:
             moved = entry.split(tangents[entry.theirs])
             of_params |= jax.tree.map(jnp.asarray, moved)

@@ -55,6 +55,13 @@ def round_stochastically(arrays: Mapping[str, Any], factors: Callable) -> Arrays
     return moved
 
 
+def zeros_like(array: jax.Array) -> jax.Array:
+    """Return zeros where an array lies. NumPy makes them, which compiles nothing."""
+    # An array that may move must stay one: programs are compiled for either.
+    where = array.sharding if array.committed else None
+    return jax.device_put(np.zeros(array.shape, array.dtype), where)
+
+
 def as_extras(extras: Mapping[str, np.ndarray]) -> JaxArrays:
     """Return the arguments of a call beside its inputs."""
     found = {}

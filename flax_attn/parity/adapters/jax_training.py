@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
-from flax_attn.parity.adapters.jax_arrays import JaxArrays, as_extras
+from flax_attn.parity.adapters.jax_arrays import JaxArrays, zeros_like
 from flax_attn.parity.adapters.jax_programs import Programs
 from flax_attn.parity.adapters.module_adapter import output_of
 from flax_attn.parity.adapters.quick_jit import compiled
@@ -41,12 +40,20 @@ class Training:
         self._names = trained
         self._optimizer = spec.recipe.optax()
         self._loss_of = compiled(self._loss)
-        self._zeros = {name: _zeros(target) for name, target in targets.items()}
+        self._zeros = {name: zeros_like(target) for name, target in targets.items()}
 
-    def run(self, params: JaxArrays, inputs: JaxArrays, state: Any) -> tuple[JaxArrays, list]:
-        """Return the parameters after all steps, and the loss of each."""
+    def run(
+        self, params: JaxArrays, inputs: JaxArrays, state: Any, extras: Sequence[JaxArrays]
+    ) -> tuple[JaxArrays, list]:
+        """Return the parameters after all steps, and the loss of each.
+
+        Args:
+            params: parameters at the start.
+            inputs: inputs of every step.
+            state: state of the module at the start.
+            extras: what each step is given beside them.
+        """
         spec, programs = self._spec, self._programs
-        extras = [as_extras({**spec.extras, "dropout_key": key}) for key in spec.keys]
         moves = programs.moves_state(params, inputs, state, extras[0], spec.mode)
         # Where there is no state, the program of the gradients has been compiled already.
         step = programs.step if moves else programs.compiled_gradients
@@ -97,8 +104,3 @@ def _error(output: jax.Array, target: jax.Array) -> jax.Array:
     # A module may return an output in another dtype than that of the run.
     difference = output.astype(target.dtype) - target
     return jnp.where(jnp.isnan(target), 0.0, difference)
-
-
-def _zeros(target: jax.Array) -> jax.Array:
-    # Where the target lies, and made by NumPy, which compiles nothing.
-    return jax.device_put(np.zeros(target.shape, target.dtype), target.sharding)

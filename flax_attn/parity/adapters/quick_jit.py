@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -10,8 +11,8 @@ import jax
 
 # Each program runs a few times on small arrays, so nearly all of the time is spent in compiling it.
 _QUICK_TO_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-# The defaults of XLA, which JAX_DISABLE_MOST_OPTIMIZATIONS changes.
-_AS_USERS_HAVE_IT = {
+#: The defaults of XLA, which jax_disable_most_optimizations changes.
+DEFAULTS = {
     "xla_backend_optimization_level": 3,
     "xla_llvm_disable_expensive_passes": False,
 }
@@ -46,7 +47,26 @@ def compiled(function: Callable, **options: Any) -> Compiled:
 
 def optimized(function: Callable, **options: Any) -> Callable:
     """Return `jax.jit(function)`, compiled with the defaults of XLA whatever the environment is."""
-    return jax.jit(function, compiler_options=_AS_USERS_HAVE_IT, **options)
+    return jax.jit(function, compiler_options=DEFAULTS, **options)
+
+
+@contextmanager
+def quick_operations() -> Iterator[None]:
+    """Compile what names no options quickly: operations that run one by one, and draws.
+
+    It holds for the whole process, whose operations stay compiled like this.
+
+    Example:
+        >>> with quick_operations():
+        ...     jax.config.values["jax_disable_most_optimizations"]
+        True
+    """
+    before = jax.config.values["jax_disable_most_optimizations"]
+    jax.config.update("jax_disable_most_optimizations", True)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_disable_most_optimizations", before)
 
 
 def runs_on_cpu() -> bool:

@@ -12,7 +12,7 @@ import numpy as np
 
 from flax_attn.parity import tolerance
 from flax_attn.parity.adapters.jax_adapter import JaxAdapter
-from flax_attn.parity.adapters.quick_jit import quick_options
+from flax_attn.parity.adapters.quick_jit import DEFAULTS, quick_options
 from flax_attn.parity.pair import Pair
 from flax_attn.parity.trace.equations import (
     Equation,
@@ -196,7 +196,7 @@ def compiled_error(
         equations: operations in order.
         wanted: variables that are compared.
         given: values of the inputs.
-        options: options of the compiler.
+        options: options of the compiler beside its defaults.
         single: whether to compute in float32.
     """
 
@@ -204,7 +204,7 @@ def compiled_error(
         known = evaluated(equations, given, single)
         return {str(variable): known[variable] for variable in wanted}
 
-    compiled = jax.jit(results, compiler_options=dict(options))
+    compiled = jax.jit(results, compiler_options={**DEFAULTS, **options})
     actual = _numpy(compiled(given))
     right = _numpy(results(given))
     return max(tolerance.relative(actual, right).values())
