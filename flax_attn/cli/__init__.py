@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from flax_attn.cli.guard import BAD_USAGE, end_on_signals, guarded
+from flax_attn.cli.guard import BAD_USAGE, end_after_exit_functions, end_on_signals, guarded
 
 if TYPE_CHECKING:
     import argparse
@@ -23,10 +23,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     compared or written; 64 that it cannot run as it was called, 130 that it was interrupted, 141
     that nobody reads its output.
     """
-    if arguments is None:  # this process is the command, and not a program that calls it
-        end_on_signals()
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    return guarded(lambda: _run(given))
+    if arguments is not None:
+        given = list(arguments)
+        return guarded(lambda: _run(given))
+    # This process is the command, and not a program that calls it.
+    end_on_signals()
+    ends_with = end_after_exit_functions()
+    code = guarded(lambda: _run(sys.argv[1:]))
+    return ends_with(code)
 
 
 def _run(arguments: list[str]) -> int:

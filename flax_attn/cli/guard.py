@@ -1,6 +1,7 @@
 """How every command ends: with an exit code, and one line instead of a traceback."""
 
 import argparse
+import atexit
 import os
 import signal
 import sys
@@ -89,6 +90,33 @@ def end_on_signals() -> None:
     # The handler does nothing but let Python write the number to this pipe, from any thread.
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     threading.Thread(target=_end, args=(reader,), daemon=True).start()
+
+
+def end_after_exit_functions() -> Callable[[int], int]:
+    """Let this process end right after the functions of `atexit`, those that libraries add as well.
+
+    Python would take JAX and PyTorch apart object by object, which takes more than a second.
+
+    Returns:
+        Function that takes the exit code of the process, and returns it.
+    """
+    codes: list[int] = []
+
+    def end() -> None:
+        # Without a code the command has raised, and Python knows the code.
+        if codes:
+            with suppress(OSError):
+                sys.stderr.flush()
+            _EXIT_AT_ONCE(codes[0])
+
+    # The functions run in reverse order, so the first that is registered runs last.
+    atexit.register(end)
+
+    def ends_with(code: int) -> int:
+        codes.append(code)
+        return code
+
+    return ends_with
 
 
 def _end(reader: int) -> NoReturn:

@@ -13,8 +13,9 @@ from flax_attn.convert.match.tree import RECURRENT
 from flax_attn.parity.adapters.adapter import Float32, error_text
 from flax_attn.parity.adapters.recording import Recording
 from flax_attn.parity.adapters.users_code import returning
+from flax_attn.parity.ahead import compile_ahead
 from flax_attn.parity.check import Check
-from flax_attn.parity.checks import run_checks
+from flax_attn.parity.checks import CHECKS, run_checks
 from flax_attn.parity.coverage import coverage_of
 from flax_attn.parity.cpu import on_cpu
 from flax_attn.parity.inputs import Inputs
@@ -210,6 +211,9 @@ def report_on(
         running = run_checks(pair, checks, wanted, watch, left_out)
         if call_first:
             check_callable(pair)
+        # Where a check has ended the process, each compiles what it runs, so that its name is told.
+        if not left_out:
+            compile_ahead(pair, CHECKS if checks is None else checks)
         found = []
         for check in running:
             found.append(check)

@@ -232,6 +232,11 @@ class Pair:
         return tolerance.null_directions(self.reference.gradients)
 
     @property
+    def second(self) -> RunSpec:
+        """Derivatives of the gradients along `tangents`."""
+        return self.run_spec("second", cotangents=self.cotangents, tangents=self.tangents)
+
+    @property
     def lower(self) -> dict[str, RunSpec]:
         """Outputs and gradients in a lower dtype."""
         return {name: self.run_spec(name, dtype=name, cotangents=self.cotangents) for name in LOWER}

@@ -214,6 +214,13 @@ class JaxAdapter(ModuleAdapter):
         with jax.default_device(self.device), jax.default_matmul_precision("highest"):
             return self._run_lower(spec)
 
+    @_promoting
+    def begin(self, spec: RunSpec) -> None:
+        """Begin to compile what `run` calls, beside what runs until then."""
+        if spec.dtype == "float64" or self.device is None:
+            program, arguments, options = self._call(spec)
+            program.begin(*arguments, **options)
+
     def _run_lower(self, spec: RunSpec) -> Result:
         """Run once in a lower dtype, without float64 where the call does not take it beside that.
 
@@ -240,7 +247,8 @@ class JaxAdapter(ModuleAdapter):
         """Return the jaxpr of a compiled run; where that has run, nothing is traced again."""
         programs, arguments = self.programs, self._with_cotangents(spec)
         if spec.cotangents is None:
-            traced = programs.compiled_outputs.trace(*arguments, spec.mode, spec.cached)
+            options = {"mode": spec.mode, "cached": spec.cached, "before": None}
+            traced = programs.compiled_outputs.trace(*arguments, **options)
         else:
             traced = programs.compiled_gradients.trace(*arguments, mode=spec.mode)
         return traced.jaxpr
@@ -286,28 +294,29 @@ class JaxAdapter(ModuleAdapter):
         return self._shared(params) | {"loss": np.array(losses)}
 
     def _run(self, spec: RunSpec) -> Result:
+        program, arguments, options = self._call(spec)
+        found = program(*arguments, **options)
         if spec.cotangents is None:
-            return self._run_forward(spec)
-        arguments = self._with_cotangents(spec)
+            return Result(self._named(found), dtypes=dtypes(found))
         if spec.tangents is not None:
-            return self._run_second(arguments, spec.tangents)
-        run = self.programs.backward(spec)
-        outputs, gradients = run(*arguments, mode=spec.mode)
+            return Result({}, second=self._all(*found))
+        outputs, gradients = found
         return Result(self._named(outputs), self._all(*gradients), dtypes=dtypes(outputs))
 
-    def _run_second(self, arguments: Sequence[Any], tangents: Arrays) -> Result:
+    def _call(self, spec: RunSpec) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+        """Return the program of a run, what it is given, and its options."""
+        arguments = self._with_cotangents(spec)
+        if spec.cotangents is None:
+            before = None
+            if spec.before is not None:
+                before = self.arrays(spec.before, spec.dtype)
+            options = {"mode": spec.mode, "cached": spec.cached, "before": before}
+            return self.programs.forward(spec), arguments, options
+        if spec.tangents is None:
+            return self.programs.backward(spec), arguments, {"mode": spec.mode}
         params, inputs, *_ = arguments
-        along = self._tangents(tangents, params, inputs)
-        second = self.programs.second(*arguments, along)
-        return Result({}, second=self._all(*second))
-
-    def _run_forward(self, spec: RunSpec) -> Result:
-        before = None
-        if spec.before is not None:
-            before = self.arrays(spec.before, spec.dtype)
-        run = self.programs.forward(spec)
-        outputs = run(*self.arguments(spec), spec.mode, spec.cached, before)
-        return Result(self._named(outputs), dtypes=dtypes(outputs))
+        along = self._tangents(spec.tangents, params, inputs)
+        return self.programs.second, (*arguments, along), {}
 
     def _build(self, params, state, mode: Mode) -> Any:
         statistics, rest = state

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -20,34 +21,61 @@ DEFAULTS = {
 _FEWER_KERNELS = {"xla_cpu_use_fusion_emitters": False}
 
 
-class Compiled:
-    """A function compiled by `jax.jit`, quickly on a CPU."""
+# XLA compiles outside Python's lock, so one thread of it runs beside Python.
+_COMPILER = ThreadPoolExecutor(2, "compiler")
 
-    def __init__(self, function: Callable, **options: Any):
-        self._on_cpu = jax.jit(function, compiler_options=quick_options(), **options)
-        self._anywhere = jax.jit(function, **options)
+
+class Compiled:
+    """A function compiled by `jax.jit`, which may begin to compile before it is called.
+
+    Args:
+        on_cpu: result of `jax.jit` that runs on a CPU.
+        elsewhere: result of `jax.jit` that runs on another device.
+    """
+
+    def __init__(self, on_cpu: Any, elsewhere: Any):
+        self._on_cpu, self._elsewhere = on_cpu, elsewhere
+        # What is being compiled, by the identity of its jaxpr, which JAX keeps as long as the key.
+        self._begun: dict[int, tuple[Any, Future]] = {}
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         """Return what the function does."""
+        if self._begun:
+            jaxpr = self.trace(*arguments, **keywords).jaxpr
+            _, begun = self._begun.pop(id(jaxpr), (None, None))
+            if begun is not None:
+                # What it raises is raised by the call.
+                wait([begun])
         return self._program()(*arguments, **keywords)
 
     def trace(self, *arguments: Any, **keywords: Any) -> Any:
         """Return the function traced, as `jax.jit` does: not again where it ran on such arrays."""
         return self._program().trace(*arguments, **keywords)
 
+    def begin(self, *arguments: Any, **keywords: Any) -> None:
+        """Trace the function, and compile it beside what runs until it is called.
+
+        JAX keeps what it compiled, so the call finds it.
+        """
+        traced = self.trace(*arguments, **keywords)
+        lowered = traced.lower()
+        self._begun[id(traced.jaxpr)] = traced.jaxpr, _COMPILER.submit(lowered.compile)
+
     def _program(self) -> Any:
         # The device may have changed since the last run.
-        return self._on_cpu if runs_on_cpu() else self._anywhere
+        return self._on_cpu if runs_on_cpu() else self._elsewhere
 
 
 def compiled(function: Callable, **options: Any) -> Compiled:
     """Return a function compiled quickly on a CPU."""
-    return Compiled(function, **options)
+    quick = jax.jit(function, compiler_options=quick_options(), **options)
+    return Compiled(quick, jax.jit(function, **options))
 
 
-def optimized(function: Callable, **options: Any) -> Callable:
-    """Return `jax.jit(function)`, compiled with the defaults of XLA whatever the environment is."""
-    return jax.jit(function, compiler_options=DEFAULTS, **options)
+def optimized(function: Callable, **options: Any) -> Compiled:
+    """Return a function compiled with the defaults of XLA, whatever the environment is."""
+    program = jax.jit(function, compiler_options=DEFAULTS, **options)
+    return Compiled(program, program)
 
 
 @contextmanager
