@@ -36,6 +36,19 @@ def test_python_m_runs_the_same():
     assert run.stdout.startswith("flax-attn 0.")
 
 
+def test_a_command_ends_after_the_functions_of_atexit_and_before_its_modules():
+    # What Python deletes at its end says so, unless the process has ended before.
+    code = (
+        "import atexit, os, sys; from flax_attn import cli;"
+        "kept = type('Kept', (), {'__del__': lambda self: os.write(1, b'deleted')})();"
+        "cli._run = lambda given: atexit.register(print, 'goodbye') and 2;"
+        "sys.exit(cli.main())"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert run.returncode == 2
+    assert (run.stdout, run.stderr) == ("goodbye\n", "")
+
+
 def test_parity_without_torch_says_what_to_install_in_one_line():
     code = (
         "import sys; sys.modules['torch'] = None; from flax_attn.cli import main;"
