@@ -25,6 +25,10 @@ from flax_attn.parity.check import NOTHING, Check, any_finite, worst_of
 from flax_attn.parity.pair import Pair
 from flax_attn.parity.stress import draws
 
+# Relative, of an output or gradient in float64. Tables that are built in float32, and what follows
+# from them, are off by less.
+DIFFERENT = 1e-3
+
 
 def lower_dtype(dtype: str, pair: Pair) -> Check:
     """Outputs and gradients in a lower dtype, against PyTorch's own error in it."""
@@ -45,13 +49,15 @@ def lower_dtype(dtype: str, pair: Pair) -> Check:
         )
     errors = _errors(dtype, ours, theirs, reference)
     notes = []
-    if _break_the_rule(errors):
+    # Where the modules differ by more than this dtype rounds, no more draws are needed to say so.
+    judged = _differ_in_float64(pair, dtype)
+    if _break_the_rule(errors) and not judged:
         # What JAX itself loses in a sum is no difference of the port.
         spec = replace(spec, name=f"{dtype}, sums rounded once", rounded_sums=True)
         ours, as_computed = pair.run("flax", spec), errors
         errors = _errors(dtype, ours, theirs, reference)
         notes = _note_on_sums(dtype, as_computed, errors)
-    if _break_the_rule(errors):
+    if _break_the_rule(errors) and not judged:
         # A number that is rounded to the other side of 0 before a ReLU is none, either.
         theirs = _more_draws(pair, dtype, theirs)
         several = draws(pair, "flax", spec, tolerance.MORE_DRAWS)
@@ -71,6 +77,21 @@ def _overflowing(dtype: str, measured: Arrays, reference: Result) -> Iterator[st
         lost = [name for name in names if not any_finite({name: measured[name]})]
         if lost:
             yield f"{dtype}: {len(lost)} of {len(names)} {kind} of PyTorch have no finite number"
+
+
+def _differ_in_float64(pair: Pair, dtype: str) -> bool:
+    """Whether outputs or gradients differ in float64 by more than rounding in this dtype makes."""
+    reference = pair.reference
+    try:
+        ours = pair.flax64
+        errors = tolerance.relative(ours.outputs, reference.outputs)
+        shared = pair.shared(reference.gradients)
+        errors |= tolerance.gradient_errors(ours.gradients, shared)
+    # One that raises, or outputs of other shapes, are told by other checks.
+    except (AdapterError, ValueError):
+        return False
+    limit = max(float(ml_dtypes.finfo(dtype).eps), DIFFERENT)
+    return any(error > limit for error in errors.values())
 
 
 def _break_the_rule(errors: Mapping[str, float]) -> bool:

@@ -14,6 +14,8 @@ from flax_attn.parity import compare, tolerance
 from flax_attn.parity.adapters import recording
 from flax_attn.parity.adapters.rounded_sums import with_rounded_sums
 from flax_attn.parity.compare import ParityError, assert_parity
+from flax_attn.parity.cpu import on_cpu
+from flax_attn.parity.lower_dtype import lower_dtype
 from parity_tests.right_pairs import bench
 from parity_tests.right_pairs.pairs import Sides
 
@@ -313,3 +315,20 @@ def test_an_export_is_judged_by_the_draws_that_it_holds(tmp_path):
     assert compare(jnp.tanh, theirs, theirs.inputs, checks=checks).passed
     found = compare(lambda x: cast(x), theirs, theirs.inputs, checks=checks)
     assert found.differs
+
+
+def test_a_difference_that_float64_shows_takes_no_more_draws(paired):
+    pair = paired(jnp.sin, torch.cos, (4, 3))
+    with on_cpu():
+        check = lower_dtype("float16", pair)
+    assert check.failed
+    assert not any("rounded once" in name for _, name in pair._results)
+
+
+def test_a_difference_below_the_rounding_of_a_dtype_is_judged_again(paired):
+    # More than float32 rounds, and no more than a table in float32 may be off.
+    pair = paired(lambda x: jnp.sin(x) * (1 + 1e-5), torch.sin, (4, 3))
+    with on_cpu():
+        check = lower_dtype("float32", pair)
+    assert check.failed
+    assert any("rounded once" in name for _, name in pair._results)
