@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from flax_attn.parity.adapters.recording import Recording
 from flax_attn.parity.checks import CHECKS
+from flax_attn.parity.listed import listed
 from flax_attn.parity.pair import Pair
 from flax_attn.parity.training import Recipe
 
@@ -25,7 +26,7 @@ def loosened(pair: Pair, checks: Sequence[str] | None) -> tuple[str, ...]:
 
 def _loosened(pair: Pair, checks: Sequence[str] | None) -> Iterator[str]:
     if checks is not None and not CHECKS.keys() <= set(checks):
-        yield f"{len(set(checks))} of {len(CHECKS)} checks asked for: {_listed(checks)}"
+        yield f"{len(set(checks))} of {len(CHECKS)} checks asked for: {listed(checks, _NAMED)}"
     if pair.entries:
         yield from _of_weights(pair)
     elif pair.has_parameters:
@@ -42,10 +43,4 @@ def _of_weights(pair: Pair) -> Iterator[str]:
     paired = {entry.theirs for entry in pair.entries}
     left = [name for name in pair.torch.shapes if name not in paired]
     if left:
-        yield f"the layout leaves out {_listed(left)}"
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = len(names) - _NAMED
-    listed = ", ".join(names[:_NAMED])
-    return f"{listed} and {more} more" if more > 0 else listed
+        yield f"the layout leaves out {listed(left, _NAMED)}"

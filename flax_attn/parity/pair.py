@@ -75,11 +75,14 @@ class Pair:
         random = np.random.default_rng(self.seed)
         shared = {entry.theirs for entry in self.entries}
         weights = self.torch.weights()
+        # Adapters of tests, and recordings, know no layers.
+        summed = getattr(self.own_torch, "summed", {})
         for name, array in weights.items():
             # What a layout ignores is not shared and keeps its values.
             if name not in shared:
                 continue
-            drawn = _as_wide(array.shape, random)
+            width = array.shape[-1] if array.shape else 1
+            drawn = _as_wide(array.shape, summed.get(name, width), random)
             is_statistic = name not in self.trainable
             # Those have to be positive.
             if is_statistic:
@@ -306,9 +309,8 @@ class Pair:
         return other
 
 
-def _as_wide(shape: tuple[int, ...], random: np.random.Generator) -> np.ndarray:
-    """Return weights that keep the output of a Linear layer as large as its input."""
-    width = shape[-1] if shape else 1
+def _as_wide(shape: tuple[int, ...], width: int, random: np.random.Generator) -> np.ndarray:
+    """Return weights that keep the output of a layer as large as its input of a width."""
     return np.asarray(random.normal(size=shape) / width**0.5)
 
 

@@ -13,6 +13,7 @@ from flax_attn.convert.rules import Entry
 from flax_attn.parity import tolerance
 from flax_attn.parity.adapters.adapter import AdapterError, NotRun, RunSpec
 from flax_attn.parity.float32 import largest_error
+from flax_attn.parity.listed import listed
 from flax_attn.parity.pair import Pair
 
 Candidate = tuple[convert.Layout | None, Sequence[Entry]]
@@ -84,6 +85,4 @@ def _pairs(layout: convert.Layout | None) -> str:
     """Return the pairs that names do not settle: of many, the first."""
     rows = layout.rows if isinstance(layout, Pairing) else ()
     pairs = [f"{row.ours[0]} and {row.theirs}" for row in rows if row.evidence == "outputs"]
-    shown = "; ".join(pairs[:SHOWN])
-    more = len(pairs) - SHOWN
-    return f"{shown} and {more} more" if more > 0 else shown
+    return listed(pairs, SHOWN, between="; ")

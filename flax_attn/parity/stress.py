@@ -19,6 +19,7 @@ from flax_attn.parity.adapters.adapter import (
     is_floating,
 )
 from flax_attn.parity.check import Check, Situation, any_finite, worst_of
+from flax_attn.parity.listed import listed
 from flax_attn.parity.loaded import loaded
 from flax_attn.parity.one_pass import in_two_passes
 from flax_attn.parity.padding import GRADIENT_OF, padding_in_torch
@@ -235,12 +236,9 @@ def _of_rounding(names: Sequence[str]) -> list[str]:
     """Return a sentence about gradients of which nothing is left but rounding, if there are any."""
     if not names:
         return []
-    first = names[:NAMED]
-    shown = ", ".join(first)
-    more = len(names) - NAMED
-    if more > 0:
-        shown = f"{shown} and {more} more"
-    return [f"{shown}: rounding alone moves that of PyTorch as much as JAX's differs"]
+    return [
+        f"{listed(names, NAMED)}: rounding alone moves that of PyTorch as much as JAX's differs"
+    ]
 
 
 def _refuse_ties(pair: Pair, spec: RunSpec, theirs: Result) -> None:

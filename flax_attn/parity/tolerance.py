@@ -30,6 +30,8 @@ REORDERED_FLOAT32 = REORDERED * float(np.finfo(np.float32).eps)
 MOST_FORWARD = REORDERED * float(np.finfo(np.float64).eps / np.finfo(np.float32).eps)
 # The same of a gradient, in the ratio of the two rules: an error above it shows no agreement.
 MOST_GRADIENT = MOST_FORWARD * GRADIENT / FORWARD
+# The same of parameters and losses after training.
+MOST_TRAINING = MOST_FORWARD * TRAINING / FORWARD
 # A gradient this far below the largest one is rounding: the parameter does not change the outputs.
 NULL = 1e-13
 

@@ -182,6 +182,7 @@ class TrainingSpec:
         targets: target of each output by name; an element that is NaN does not enter the loss.
         keys: `(steps, 2)`, the dropout key of every step.
         mode: mode of the modules.
+        rounding_seed: seed of one rounding more of all parameters, after each step; 0 is none.
     """
 
     name: str
@@ -191,3 +192,4 @@ class TrainingSpec:
     targets: Arrays
     keys: np.ndarray
     mode: Mode
+    rounding_seed: int = 0

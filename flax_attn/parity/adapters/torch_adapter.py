@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
@@ -21,6 +22,7 @@ from flax_attn.parity.adapters.adapter import (
     dtypes,
     float64,
     kept_name,
+    rounding_factors,
 )
 from flax_attn.parity.adapters.module_adapter import ModuleAdapter, check_kind, output_of
 from flax_attn.parity.adapters.torch_dropout import WithoutDropout
@@ -94,6 +96,20 @@ class TorchAdapter(ModuleAdapter):
         frozen = {name for name, value in parameters.items() if not value.requires_grad}
         # Where all are frozen, training is compared as if none were.
         return frozen if len(frozen) < len(parameters) else set()
+
+    @property
+    def summed(self) -> dict[str, int]:
+        """How many products each output of a convolution sums up, by the name of its weight.
+
+        In all other weights, those of the last axis are summed up.
+        """
+        found: dict[str, int] = {}
+        modules = self.module.named_modules() if isinstance(self.module, torch.nn.Module) else ()
+        for path, module in modules:
+            if isinstance(module, torch.nn.modules.conv._ConvNd):
+                name = f"{path}.weight" if path else "weight"
+                found[name] = _summed(module)
+        return found
 
     def weights(self) -> Arrays:
         """Return parameters and running statistics in float64."""
@@ -201,6 +217,7 @@ class TorchAdapter(ModuleAdapter):
         trained = self._trained(module)
         parameters = trained.values()
         recipe = spec.recipe
+        rounded = _more_rounding(spec.rounding_seed)
         optimizer, schedule = recipe.torch(parameters)
         inputs = self.arrays(spec.inputs)
         targets = self.arrays(spec.targets)
@@ -214,6 +231,7 @@ class TorchAdapter(ModuleAdapter):
             recipe.clip(parameters)
             optimizer.step()
             schedule.step()
+            rounded(parameters)
         return float64(trained) | {"loss": np.array(losses)}
 
     def call(self, *arguments: Any, **options: Any) -> dict[str, Any]:
@@ -270,6 +288,29 @@ class TorchAdapter(ModuleAdapter):
             if name.rpartition(".")[2] in STATISTICS:
                 tensors[name] = buffer
         return tensors
+
+
+def _summed(convolution: Any) -> int:
+    """Return how many products each output of a convolution sums up, at most."""
+    inputs = convolution.in_channels // convolution.groups
+    taps = math.prod(convolution.kernel_size)
+    if convolution.transposed:
+        # Of the taps of a kernel, one in each stride meets an output.
+        taps = max(1, taps // math.prod(convolution.stride))
+    return inputs * taps
+
+
+def _more_rounding(seed: int) -> Callable[[Iterable[torch.Tensor]], None]:
+    """Return a function that rounds parameters once more, in place; without a seed it does not."""
+    factors = rounding_factors(seed, 2 * torch.finfo(torch.float64).eps)
+
+    @torch.no_grad()
+    def rounded(parameters: Iterable[torch.Tensor]) -> None:
+        for parameter in parameters if seed else ():
+            drawn = factors(tuple(parameter.shape))
+            parameter.mul_(torch.from_numpy(drawn))
+
+    return rounded
 
 
 def _check_mode(module: Any, random: torch.Tensor) -> None:

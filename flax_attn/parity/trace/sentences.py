@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from flax_attn.parity.listed import listed
 from flax_attn.parity.trace.hypothesis import Hypothesis, Side
 from flax_attn.parity.trace.notation import LONGEST
 from flax_attn.parity.trace.program import Place
@@ -29,9 +30,7 @@ def headline(found: Hypothesis) -> str:
     paths = [path or "the whole module" for path in (found.node, *found.also)]
     where, *others = paths
     if others:
-        left = len(others) - NAMED
-        more = f" and {left} more" if left > 0 else ""
-        where = f"{where} (also {', '.join(others[:NAMED])}{more})"
+        where = f"{where} (also {listed(others, NAMED)})"
     run = "in the backward pass " if found.backward else ""
     doubt = "perhaps " if found.doubtful else ""
     return f"{where}: {run}{doubt}{_difference(found)}"
