@@ -1,6 +1,7 @@
 """One fault is one difference, wherever the two sides write it otherwise."""
 
 import jax
+import jax.numpy as jnp
 import pytest
 from torch.nn import functional as F
 
@@ -22,3 +23,51 @@ def test_groups_of_another_size_are_one_difference(differ):
     assert found.repaired, str(found)
     (cause,) = found.causes
     assert "over 2, torch over 4" in cause
+
+
+def shifted_layers(shift):
+    """Layers that mix a token with the one before it, in sums of another form in PyTorch."""
+
+    def flax(x, w, a, b):
+        for i in range(2):
+            before = shift(x)
+            one = before + (x - before) * a
+            other = before + (x - before) * b
+            x = x + jnp.sin(one @ w[i]) * jnp.tanh(other @ w[i + 2])
+            before = shift(x)
+            x = x + jnp.cos((x + (before - x) * a) @ w[i + 4])
+        return x
+
+    return flax
+
+
+def shifted_in_torch(x, w, a, b):
+    for i in range(2):
+        before = F.pad(x, (0, 0, 1, -1))
+        one = x * a + before * (1 - a)
+        other = x * b + before * (1 - b)
+        x = x + (one @ w[i]).sin() * (other @ w[i + 2]).tanh()
+        before = F.pad(x, (0, 0, 1, -1))
+        x = x + ((x + (before - x) * a) @ w[i + 4]).cos()
+    return x
+
+
+def from_behind(x):
+    return jnp.pad(x, ((0, 0), (0, 1), (0, 0)))[:, 1:]  # planted
+
+
+def from_before(x):
+    return jnp.pad(x, ((0, 0), (1, 0), (0, 0)))[:, :-1]
+
+
+@pytest.mark.parametrize("shift", [from_behind])
+def test_a_shift_that_other_formulas_take_is_one_difference(shift, differ):
+    shapes = X, (6, D, D), (D,), (D,)
+    assert not differ(shifted_layers(from_before), shifted_in_torch, *shapes).hypotheses
+    found = differ(shifted_layers(shift), shifted_in_torch, *shapes)
+    assert found.repaired, str(found)
+    # One in each sublayer, where nothing names what is shifted.
+    assert len(found.hypotheses) <= 4, str(found)
+    for one in found.hypotheses:
+        assert one.flax.places[0].source.endswith("# planted")
+        assert not one.doubtful
