@@ -5,6 +5,9 @@ import jax.numpy as jnp
 import pytest
 from torch.nn import functional as F
 
+from flax_attn.parity.trace.hypothesis import Hypothesis, Side, grouped_by_kind
+from flax_attn.parity.trace.program import Place
+
 pytestmark = pytest.mark.usefixtures("as_a_user_has_jax")
 X, D = (2, 6, 8), 8
 
@@ -75,3 +78,29 @@ def test_a_shift_that_other_formulas_take_is_one_difference(shift, differ):
     for one in found.hypotheses:
         assert one.flax.places[0].source.endswith("# planted")
         assert not one.doubtful
+
+
+def side(value, line):
+    return Side(value, value, (Place("side.py", line),))
+
+
+def test_tables_that_one_line_takes_are_one_difference():
+    months = side("array 13x32 from -1 to 1", 5), side("temporal.month_table", 20)
+    days = side("array 32x32 from -0.99 to 1", 5), side("temporal.day_table", 21)
+    positions = side("array 16x32 from -1 to 1", 6), side("pe[0:16 of 64]", 22)
+    found = []
+    for ours, theirs in (months, days, positions):
+        found.append(Hypothesis("embedding", "constant", "operation", ours, theirs))
+    first, second = grouped_by_kind(found)
+    assert [place.line for place in first.torch.places] == [20, 21]
+    assert second == found[2]
+
+
+def test_one_line_that_is_several_of_pytorch_is_wrong_once():
+    found = []
+    for ours, theirs in ((5, 20), (5, 21), (6, 22)):
+        sides = side("time_shift", ours), side("norm", theirs)
+        found.append(Hypothesis("mix", "leaf", "operation", *sides))
+    first, second = grouped_by_kind(found)
+    assert [place.line for place in first.torch.places] == [20, 21]
+    assert second == found[2]
