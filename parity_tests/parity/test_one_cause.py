@@ -2,7 +2,9 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+import torch
 from torch.nn import functional as F
 
 from flax_attn.parity.trace.hypothesis import Hypothesis, Side, grouped_by_kind
@@ -104,3 +106,43 @@ def test_one_line_that_is_several_of_pytorch_is_wrong_once():
     first, second = grouped_by_kind(found)
     assert [place.line for place in first.torch.places] == [20, 21]
     assert second == found[2]
+
+
+class Tables(torch.nn.Module):
+    """Two layers with tables of their own, the first of which is the second of the other layer."""
+
+    def __init__(self):
+        super().__init__()
+        base = torch.arange(D, dtype=torch.float64) / D
+        for i, powers in enumerate([(1.0, 0.5), (0.5, 0.25)]):
+            for name, power in zip("kr", powers, strict=True):
+                self.register_buffer(f"{name}_{i}", base**power, persistent=False)
+
+    def forward(self, x):
+        for i in range(2):
+            k, r = getattr(self, f"k_{i}"), getattr(self, f"r_{i}")
+            before = F.pad(x, (0, 0, 1, -1))
+            one, other = x * k + before * (1 - k), x * r + before * (1 - r)
+            x = x + one.sin() * other.tanh()
+        return x
+
+
+def with_tables(powers):
+    def flax(x):
+        base = np.arange(D) / D
+        for k, r in powers:
+            before = from_before(x)
+            one = before + (x - before) * base**k  # planted
+            other = before + (x - before) * base**r  # planted
+            x = x + jnp.sin(one) * jnp.tanh(other)
+        return x
+
+    return flax
+
+
+def test_a_table_that_is_right_in_another_layer(differ):
+    assert not differ(with_tables([(1.0, 0.5), (0.5, 0.25)]), Tables(), X).hypotheses
+    found = differ(with_tables([(1.0, 0.5), (2 / 3, 1 / 3)]), Tables(), X)
+    assert found.repaired, str(found)
+    assert [one.torch.value for one in found.hypotheses] == ["k_1", "r_1"], str(found)
+    assert all("array 8 from 0" in one.flax.value for one in found.hypotheses)
