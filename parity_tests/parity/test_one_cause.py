@@ -146,3 +146,22 @@ def test_a_table_that_is_right_in_another_layer(differ):
     assert found.repaired, str(found)
     assert [one.torch.value for one in found.hypotheses] == ["k_1", "r_1"], str(found)
     assert all("array 8 from 0" in one.flax.value for one in found.hypotheses)
+
+
+def projected(x, w):
+    return x @ w
+
+
+def test_what_a_function_is_given_has_not_the_name_of_what_it_returns(differ):
+    def flax(x, v, w):
+        first = projected(jnp.sin(x), v)
+        second = projected(jnp.sin(x), w)
+        return first * second
+
+    def theirs(x, v, w):
+        wave = torch.sin(x)
+        return (wave @ v) * (torch.cos(x) @ w)
+
+    (one,) = differ(flax, theirs, X, (D, D), (D, D)).hypotheses
+    assert one.flax.value == "wave"
+    assert one.torch.value == "cos(input 0)"
