@@ -23,6 +23,8 @@ FLAX_SHARED, TORCH_SHARED = 1, 4
 # agree by chance, as the norms of two layers that take the same value.
 LACKED = 3
 SKIPPED = frozenset({*LAYOUT, "source", "constant", "element", "slice", "split", "copy"})
+# What puts values together, or numbers around them.
+JOINED = ("pad", "concat")
 Users = Mapping[Node, Sequence[Node]]
 
 
@@ -178,9 +180,22 @@ def _is_candidate(node: Node, depths: Mapping[Node, int], users: Users) -> bool:
     if not node.floating or not node.operands or depths[node] > DEEPEST:
         return False
     # What moves a value that differs is right once that value is.
-    if node.operation in SKIPPED and any(operand in depths for operand in node.operands):
+    moves_another = any(operand in depths for operand in node.operands)
+    if node.operation in SKIPPED and moves_another and not _is_cut(node, depths):
         return False
     return not is_shift(node, users) and not _is_in_softmax(node, users)
+
+
+def _is_cut(node: Node, depths: Collection[Node]) -> bool:
+    """Whether a node is a part of what is put together from values that agree.
+
+    The whole, as what is padded on one side before it is cut off on the other, may have another
+    size than its counterpart.
+    """
+    if node.operation != "slice":
+        return False
+    (whole,) = node.operands
+    return whole.operation in JOINED and not any(operand in depths for operand in whole.operands)
 
 
 def _depths(nodes: Sequence[Node], program: Program) -> dict[Node, int]:

@@ -9,7 +9,7 @@ from itertools import islice
 
 import numpy as np
 
-from flax_attn.parity.trace.align import Alignment
+from flax_attn.parity.trace.align import Alignment, cone
 from flax_attn.parity.trace.explain import of_constants
 from flax_attn.parity.trace.hypothesis import Hypothesis, grouped_by_kind
 from flax_attn.parity.trace.layouts import laid_out
@@ -29,10 +29,10 @@ def with_torch_constants(
 
     It is None where no more values agree with them than without.
     """
-    replaced = _replaced(alignment)
-    if not replaced:
+    choices = _choices(alignment)
+    if not choices:
         return None
-    changed = _put_in(alignment, replaced)
+    replaced, changed = _chosen(alignment, choices)
     # Some are tables of the same numbers that both sides write differently.
     for one in list(replaced):
         fewer = [other for other in replaced if other is not one]
@@ -45,8 +45,24 @@ def with_torch_constants(
     for nodes, torch, value in replaced:
         # Of masks that hide and that show the same, the numbers of True differ.
         opposite = value.dtype.kind == "b" and _once(value).sum() != _once(torch.value).sum()
-        hypotheses.append(of_constants(alignment, nodes[0], torch, bool(opposite)))
+        meant = _meant(alignment, nodes[0], torch)
+        hypotheses.append(of_constants(alignment, nodes[0], meant, bool(opposite)))
     return grouped_by_kind(hypotheses), changed
+
+
+def _meant(alignment: Alignment, table: Node, torch: Node) -> Node:
+    """Return the node that PyTorch computes with where JAX does with a table.
+
+    Several layers may hold the same numbers.
+    """
+    (equal,) = [nodes for nodes in _tables(alignment.torch) if torch in nodes]
+    quantities = alignment.quantities
+    beside = cone(alignment.flax.users[table][:1], quantities)
+    known = [quantities.get(operand, 0) for node in beside for operand in node.operands]
+    after = max(known, default=0)
+    users = alignment.torch.users
+    later = [node for node in equal if users[node][0].order > after]
+    return min(later, key=lambda node: users[node][0].order, default=torch)
 
 
 def _put_in(alignment: Alignment, replaced: Sequence[Replaced]) -> Alignment:
@@ -57,17 +73,40 @@ def _put_in(alignment: Alignment, replaced: Sequence[Replaced]) -> Alignment:
     return alignment.with_changed(alignment.rerun(values), values)
 
 
-def _replaced(alignment: Alignment) -> list[Replaced]:
-    """Return the tables that JAX alone has, each with the nearest that PyTorch alone has."""
+def _chosen(
+    alignment: Alignment, choices: Sequence[Sequence[Replaced]]
+) -> tuple[list[Replaced], Alignment]:
+    """Return one of the choices for each table, and the alignment with them in their place."""
+    replaced = [first for first, *_ in choices]
+    changed = _put_in(alignment, replaced)
+    for i, (_, *others) in enumerate(choices):
+        for other in others:
+            instead = [*replaced[:i], other, *replaced[i + 1 :]]
+            after = _put_in(alignment, instead)
+            if len(after.flax_of) > len(changed.flax_of):
+                replaced, changed = instead, after
+    return replaced, changed
+
+
+def _choices(alignment: Alignment) -> list[list[Replaced]]:
+    """Return the tables that JAX alone has, each with those of PyTorch that may be meant.
+
+    First comes the nearest that PyTorch alone has, then the nearest of all: what is wrong in one
+    layer may be right in another.
+    """
     ours = _tables(alignment.flax)
     theirs = _tables(alignment.torch)
     unknown = [nodes for nodes in ours if not _nearest(nodes[0].value, theirs, exact=True)]
     left = [nodes for nodes in theirs if not _nearest(nodes[0].value, ours, exact=True)]
     found = []
     for nodes in unknown:
-        near = _nearest(nodes[0].value, left)
-        if near is not None:
-            found.append((nodes, *near))
+        choices: list[Replaced] = []
+        for tables in (left, theirs):
+            near = _nearest(nodes[0].value, tables)
+            if near is not None and near[0] not in [torch for _, torch, _ in choices]:
+                choices.append((nodes, *near))
+        if choices:
+            found.append(choices)
     return found
 
 

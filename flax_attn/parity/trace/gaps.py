@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -171,7 +172,7 @@ def _products(flax: Expression, torch: Expression) -> Iterator[Gap]:
     first, second = flax.settings[0], torch.settings[0]
     here, there = _weights(flax), _weights(torch)
     shared = _pop_shared(here, there)
-    if first != second:
+    if first != second and not _average_alike(flax, torch, here, there):
         if here or there:
             # What is left on each side is one difference: a factor says nothing without its bases.
             rest = _rest(first, here, flax), _rest(second, there, torch)
@@ -190,6 +191,17 @@ def _products(flax: Expression, torch: Expression) -> Iterator[Gap]:
         if own != its:
             yield Gap("product", "exponent", *_numbers(own, its, flax, torch))
         yield from gaps(base, other)
+
+
+def _average_alike(flax: Expression, torch: Expression, here: Weights, there: Weights) -> bool:
+    """Whether both average over axes of other sizes: their factors say no more than the sizes."""
+    counts = []
+    for whole, bases in ((flax, here), (torch, there)):
+        sums = [base for base in bases if base.operation == "sum_over"]
+        if len(bases) != 1 or len(sums) != 1 or bases[sums[0]] != 1:
+            return False
+        counts.append(whole.settings[0] * math.prod(sums[0].settings[0]))
+    return math.isclose(*counts, rel_tol=1e-9)
 
 
 def _nothing_common(base: Expression, here: Weights, other: Expression, there: Weights) -> bool:

@@ -14,6 +14,8 @@ from flax_attn.parity.trace.program import Node, Place
 # Numbers that count layers, or bound a slice.
 COUNTED = re.compile(r"(?<=\.)\d+(?=\.)|\[[^\]]*\]|_\d+\b")
 
+# Numbers of a table, which each layer may have of its own.
+TABLE = re.compile(r"(?<=\barray )[x\d]+ (from [-+.\w]+ to [-+.\w]+|of [-+.\w]+( and [-+.\w]+)*)")
 # A name of a value, which is none of a function.
 NAME = re.compile(r"input \d+|[A-Za-z_][\w.]*(?![\w.(])")
 # What says more than which value is taken: a number, or a function.
@@ -96,14 +98,20 @@ class Hypothesis:
     def kind(self) -> tuple[Any, ...]:
         """What hypotheses of repeated layers and of repeated steps have in common."""
         # Layers and steps differ in numbers within names and bounds, and in the order of terms.
-        values = [COUNTED.sub("", side.value) for side in (self.flax, self.torch)]
+        values = []
+        for side in (self.flax, self.torch):
+            values.append(COUNTED.sub("", TABLE.sub("", side.value)))
         # In a rotation a wrong sign here is the opposite one there.
         formulas = [NAME.sub("x", value).replace("-", "") for value in values]
         if all(map(CALCULATED.search, formulas)):
             # A function that is used on many lines is wrong on all of them.
             return self.operation, self.parameter, *formulas
         words = [tuple(sorted(re.findall(r"[\w.]+", value))) for value in values]
-        return self.operation, self.parameter, *words, self.flax.place, self.torch.place
+        # One line of JAX may be what several of PyTorch are, and is wrong once.
+        place = self.flax.place or self.torch.place
+        if words[0] == ("array",):
+            return self.operation, self.parameter, "array", place
+        return self.operation, self.parameter, *words, place
 
     def as_dict(self) -> dict[str, Any]:
         """Return the hypothesis for JSON."""

@@ -45,6 +45,10 @@ HARNESS = str(Path(__file__).parents[1])
 PASSED = f"{HARNESS}/adapters/torch_float32.py"
 
 
+# The file and line of a call, and of those around it.
+Frames = tuple[tuple[str, int], ...]
+
+
 @dataclass(frozen=True)
 class Place:
     """A line of source in which an operation stands.
@@ -60,6 +64,12 @@ class Place:
     line: int
     module: str = ""
     callers: tuple[tuple[str, int], ...] = ()
+
+    def around(self) -> Iterator[Frames]:
+        """Yield the line with its callers, and each caller with its own, from the inside out."""
+        frames = ((self.file, self.line), *self.callers)
+        for i in range(len(frames)):
+            yield frames[i:]
 
     @property
     def caller(self) -> tuple[str, int] | None:
@@ -181,14 +191,18 @@ class Program:
     @cached_property
     def results(self) -> dict[Node, str]:
         """The names of what submodules return last, and of what lines assign to a variable."""
-        modules, lines = {}, {}
+        modules: dict[str, Node] = {}
+        lines: dict[Place, Node] = {}
+        calls: dict[Frames, dict[str, Node]] = {}
         for node in self.nodes:
             if node.place is None or not node.operands:
                 continue
             lines[node.place] = node
+            for frames in node.place.around():
+                calls.setdefault(frames, {})[node.module] = node
             for path in _around(node.module):
                 modules[path] = node
-        found = _assigned(lines)
+        found = _assigned(lines, calls)
         # Of submodules that return the same value, the innermost comes last.
         for path in sorted(modules, key=len):
             found[modules[path]] = path
@@ -253,14 +267,30 @@ def _around(module: str) -> Iterator[str]:
         module = module.rpartition(".")[0]
 
 
-def _assigned(lines: Mapping[Place, Node]) -> dict[Node, str]:
-    """Return the variables that lines assign, by the node that each computes last."""
+def _assigned(
+    lines: Mapping[Place, Node], calls: Mapping[Frames, Mapping[str, Node]]
+) -> dict[Node, str]:
+    """Return the variables that lines assign, by the node that each computes last.
+
+    Args:
+        lines: what each line computes last by itself.
+        calls: what is computed last in each call around a line, by submodules.
+    """
     found = {}
     for place, node in lines.items():
         assigned = ASSIGNED.match(place.source)
-        if assigned:
+        own = next(place.around())
+        # What a layer or a function is given is not what it returns.
+        after = [module for module, other in calls[own].items() if other.order > node.order]
+        is_given = any(_is_inside(module, place.module) for module in after)
+        if assigned and not is_given:
             found[node] = assigned[1]
     return found
+
+
+def _is_inside(module: str, other: str) -> bool:
+    """Whether a submodule is another one, or is in it."""
+    return not other or module == other or module.startswith(f"{other}.")
 
 
 def place_of(frames: Sequence[tuple[str, int]], module: str = "") -> Place | None:

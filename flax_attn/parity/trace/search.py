@@ -84,8 +84,7 @@ def search(flax: Program, torch: Program, expected: Arrays | None = None) -> Sea
     found = _searched(alignment)
     vague = any(one.parameter in VAGUE for one in found.hypotheses)
     unexplained = found.wrong and not found.hypotheses
-    # What differs at many places is no matter of one order.
-    if len(found.hypotheses) <= FEW and (vague or unexplained):
+    if vague or unexplained:
         ordered = _searched(replace(alignment, ordered=True))
         few = 0 < len(ordered.hypotheses) <= FEW
         found = ordered if few and _rank(ordered) < _rank(found) else found
