@@ -228,7 +228,11 @@ class LanguageModel(Pretrained, Generic[C]):
         else:
             positions = as_positions(positions, tuple(tokens.shape))
             positions = without_arranged_padding(positions, tokens.shape, lengths)
-        order = jnp.arange(t) if cache is None else self.trf_blocks.positions(cache, t, lengths)
+        order = (
+            jnp.arange(t)
+            if cache is None
+            else self.trf_blocks.positions(cache, tokens.shape, lengths)
+        )
         x = self.embed(tokens, order if positions is None else positions, fold_in(dropout_key, 0))
         x = constrain(x, *RESIDUAL)
         ran = self.trf_blocks.run(

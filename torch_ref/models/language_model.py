@@ -189,7 +189,7 @@ class LanguageModel(TypedModule, Generic[C]):
         if cache is None:
             order = torch.arange(t, device=tokens.device)
         else:
-            order = self.trf_blocks.positions(cache, t, lengths)
+            order = self.trf_blocks.positions(cache, tokens.shape, lengths)
         x = self.embed(tokens, order if positions is None else positions, fold_in(dropout_key, 0))
         ran = self.trf_blocks.run(
             x,
