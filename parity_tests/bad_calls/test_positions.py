@@ -38,6 +38,10 @@ ERRORS = {
         lambda side: turn(side, shape=(T, N, 7)),
         r"head_dim must be a positive even.*got head_dim=7",
     ),
+    "integers in place of queries": (
+        lambda side: side.RoPE()(side.array(np.ones((B, T, N, H), int))),
+        r"^x must be float64, float32, bfloat16 or float16; got int64\. Cast to one of them",
+    ),
     # Scalings.
     "factor": (
         lambda side: side.LinearScaling(0.5),
