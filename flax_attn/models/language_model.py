@@ -9,7 +9,7 @@ from flax import nnx
 from flax.typing import Dtype, PrecisionLike
 from jaxtyping import Array, Float, Integer
 
-from attn_spec.generation_checks import check_token_ids
+from attn_spec.generation_checks import check_config, check_token_ids
 from flax_attn.functional.cache_base import Cache
 from flax_attn.functional.dropout import fold_in
 from flax_attn.functional.masks import Mask
@@ -108,6 +108,7 @@ class LanguageModel(Pretrained, Generic[C]):
         precision: PrecisionLike = None,
         rngs: nnx.Rngs,
     ):
+        check_config(config, ModelConfig)
         numerics = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         products = {"precision": precision, **numerics}
         self.config = config

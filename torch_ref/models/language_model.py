@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float, Integer
 from torch import Tensor
 
-from attn_spec.generation_checks import check_token_ids
+from attn_spec.generation_checks import check_config, check_token_ids
 from torch_ref.functional.cache_base import Cache
 from torch_ref.functional.dropout import fold_in
 from torch_ref.functional.masks import Mask
@@ -84,6 +84,7 @@ class LanguageModel(TypedModule, Generic[C]):
         remat: bool = False,
     ):
         super().__init__()
+        check_config(config, ModelConfig)
         self.config, self.remat = config, remat
         self.create_embeddings()
         self.trf_blocks = Blocks(self.block(i, backend) for i in range(config.num_layers))
