@@ -37,6 +37,15 @@ def check_cache_shapes(got: Shapes, wanted: Shapes) -> None:
         )
 
 
+def check_new_tokens(key: tuple[int, ...], value: tuple[int, ...]) -> None:
+    """Raise unless new keys and values are of the same rows, tokens and heads."""
+    if key[:-1] != value[:-1]:
+        raise ValueError(
+            "new keys and values are of the same rows, tokens and heads, (b, t, k, h); got"
+            f" {_listed({'key': key, 'value': value})}. Pass both for the same tokens"
+        )
+
+
 def check_cache_window(own: int | None, window: int | None) -> None:
     """Raise if a ring buffer overwrites keys that a layer attends to.
 

@@ -70,6 +70,7 @@ def kind_of(value: object) -> str:
 
 def check_eps(eps: float) -> None:
     """Raise unless `eps` is at least 0."""
+    check_number(eps=eps)
     # Written so that NaN is refused, too.
     if not eps >= 0:
         raise ValueError(

@@ -26,6 +26,16 @@ def check_token_ids(name: str, tokens: Any) -> None:
         raise ValueError(f"{rule}. Reshape more batch axes into one")
 
 
+def check_config(config: object, kind: type) -> None:
+    """Raise unless the config of a language model has the sizes that each has."""
+    if not isinstance(config, kind):
+        raise ValueError(
+            "the config of a language model has d_model, num_layers, context_length, vocab_size and"
+            f" tied; got {kind_of(config)}. Pass one, such as GPT2Config(d_model=64, num_heads=4,"
+            " num_layers=2)"
+        )
+
+
 def check_language_model(model: object, kind: type) -> None:
     """Raise unless a model is one whose loss of the next tokens is known."""
     if not isinstance(model, kind):

@@ -130,13 +130,21 @@ def read_array(name: str, values: Any, read: Callable, kinds: Any, framework: st
 
     `framework` is the name of the one whose arrays are taken.
     """
-    if not isinstance(values, kinds | np.ndarray | np.generic | bool | int | float | list | tuple):
+    taken = kinds | np.ndarray | np.generic | bool | int | float | list | tuple
+    if not isinstance(values, taken):
         remedy = f"Pass an array of {framework} or NumPy"
         if name == "mask" and callable(values):
             remedy = "For a function of indices, fn(b, n, i, j), pass Mask.where(fn)"
         raise ValueError(
             f"{name} must be an array, a number or a list; got {type(values).__name__}. {remedy}"
         )
+    if name == "mask" and isinstance(values, list | tuple):
+        others = [type(x).__name__ for x in values if not isinstance(x, taken)]
+        if others:
+            raise ValueError(
+                f"mask must be one Mask, or one array; got a {type(values).__name__} that holds"
+                f" {others[0]}. Combine masks with &: mask & other"
+            )
     try:
         return read(values)
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:

@@ -2,6 +2,8 @@
 
 from numbers import Integral
 
+from attn_spec.checks import check_number
+
 Shape = tuple[int, ...]
 
 
@@ -51,6 +53,7 @@ def check_pairs(name: str, width: int) -> None:
 
 def check_base(base: float) -> None:
     """Raise unless the frequencies of `base` fall."""
+    check_number(base=base)
     # Written so that NaN is refused too.
     if not base > 1:
         raise ValueError(

@@ -90,7 +90,7 @@ def from_layout(
     entries = plan(shapes, table, axes)
     theirs = _under(prefix, flatten(weights))
     # All problems are found before anything is converted.
-    wrong = problems(entries, _shapes(theirs), table)
+    wrong = problems(entries, _shapes(theirs), table, prefix)
     if wrong:
         heading = f"these weights do not fit {what} in the layout {layout_name(layout)}:"
         raise ConversionError("\n  ".join([heading, *wrong]))

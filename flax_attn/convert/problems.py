@@ -12,13 +12,17 @@ Shapes = Mapping[str, Shape]
 _LINES = 100
 
 
-def problems(entries: list[Entry], theirs: Shapes, layout: Layout) -> list[str]:
-    """Return a line for each missing, mis-shaped or unexpected entry, at most a hundred of each."""
+def problems(entries: list[Entry], theirs: Shapes, layout: Layout, given: str = "") -> list[str]:
+    """Return a line for each missing, mis-shaped or unexpected entry, at most a hundred of each.
+
+    The names in `theirs` are those behind the prefix that was given.
+    """
     wanted = dict(chain.from_iterable(entry.tensors.items() for entry in entries))
     prefix = _common_prefix(wanted, theirs)
     # A name that is there as it is shows that the prefix is right.
     if prefix and wanted.keys().isdisjoint(theirs):
-        return [f"every name has the prefix {prefix!r}: pass prefix={prefix!r}"]
+        whole = given + prefix
+        return [f"every name has the prefix {whole!r}: pass prefix={whole!r}"]
     got = {name: tuple(shape) for name, shape in theirs.items()}
     return _differences(wanted, got, re.compile(layout.ignored))
 

@@ -39,7 +39,8 @@ class Rule:
             `""` is none.
 
     Raises:
-        ConversionError: if a placeholder is in one name and not in another, or twice in one.
+        ConversionError: if `ours` is no tuple of names, the pattern has not two sides, or a
+            placeholder is in one name and not in another, or twice in one.
     """
 
     ours: tuple[str, ...]
@@ -51,6 +52,17 @@ class Rule:
     beside: str = ""
 
     def __post_init__(self):
+        # A name alone would be read letter by letter.
+        if isinstance(self.ours, str):
+            raise ConversionError(
+                f"a rule has a tuple of names of ours, as several may be joined; got {self.ours!r}."
+                f" Pass ({self.ours!r},)"
+            )
+        if self.pattern and self.pattern.count("->") != 1:
+            raise ConversionError(
+                "the pattern of a rule has two sides, as in 'i o -> o i'; got"
+                f" {self.pattern!r} for {self.theirs}. Pass '' to leave the array as it is"
+            )
         names = [*self.ours, self.theirs]
         if self.beside:
             names.append(self.beside)

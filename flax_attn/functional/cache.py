@@ -11,7 +11,7 @@ from einops import rearrange
 from flax.typing import Dtype
 from jaxtyping import Array, Float, Integer
 
-from attn_spec.cache_checks import check_ring_buffer
+from attn_spec.cache_checks import check_new_tokens, check_ring_buffer
 from attn_spec.checks import check_positive
 from flax_attn.functional.cache_base import Cache, check_empty
 from flax_attn.functional.cache_slots import token_slots, write_tokens
@@ -288,6 +288,7 @@ class KVCache(Cache):
         return jnp.concatenate([self.key_positions, new], axis=1)
 
     def _check_new(self, key: Key, value: Value) -> None:
+        check_new_tokens(tuple(key.shape), tuple(value.shape))
         *batch, _, num_kv_heads, head_dim = key.shape
         self.check_heads(tuple(batch), num_kv_heads, head_dim, value.shape[-1])
 

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax.typing import Dtype
 from jaxtyping import Array, Bool, Integer
 
@@ -17,6 +18,7 @@ from attn_spec.cache_checks import (
     check_fits,
     check_lengths,
     check_rows,
+    check_rows_of_lengths,
 )
 from attn_spec.checks import refuse_dtype
 from flax_attn.functional.dtypes import dtype_name
@@ -116,6 +118,7 @@ class Cache:
             self._check_known(t, new)
             if isinstance(self.length, int):
                 return self.length + new, new
+        check_rows_of_lengths(tuple(np.shape(new)), *self.batch or (1,))
         return self._count_rows(t, self.each_row(new))
 
     def _count_rows(self, t: int, new: Array) -> tuple[Array, Array]:

@@ -8,7 +8,7 @@ from flax import nnx
 from flax.typing import Dtype
 from jaxtyping import Array
 
-from attn_spec.cache_checks import check_caches
+from attn_spec.cache_checks import check_cache_shapes, check_caches
 from flax_attn.functional.cache import KVCache
 from flax_attn.functional.cache_base import Cache
 from flax_attn.functional.dropout import fold_in
@@ -88,13 +88,17 @@ class Blocks(nnx.List[Block]):
         """Return an empty cache for each held block."""
         return tuple(empty_cache(block, b, capacity, dtype) for block in self)
 
-    def positions(self, cache: tuple[Cache, ...], t: int, lengths: ArrayLike | int | None) -> Array:
-        """Return the positions of the next `t` tokens, see `Cache.positions`.
+    def positions(
+        self, cache: tuple[Cache, ...], shape: tuple[int, ...], lengths: ArrayLike | int | None
+    ) -> Array:
+        """Return the positions of the next tokens, of shape `(*b, t)`, see `Cache.positions`.
 
         Raises:
-            ValueError: unless there is a cache for each held block.
+            ValueError: unless there is a cache for each held block, made for these rows.
         """
         check_caches("cache", cache, len(self))
+        *batch, t = shape
+        check_cache_shapes({"rows": tuple(cache[0].batch)}, {"rows": tuple(batch)})
         return cache[0].positions(t, lengths)
 
     def keep(self, encoded: Tokens, lengths: ArrayLike | int | None) -> tuple[KVCache, ...]:

@@ -255,11 +255,11 @@ class EncoderDecoder(Pretrained, Generic[C]):
         check_token_ids("tokens", tokens)
         # The encoder has key 0.
         t, key = tokens.shape[-1], fold_in(dropout_key, 1)
+        tokens = without_arranged_padding(tokens, tokens.shape, lengths)
         if cache is None:
             order = arranged(jnp.arange(t))
         else:
-            order = self.dec_blocks.positions(cache, t, lengths)
-        tokens = without_arranged_padding(tokens, tokens.shape, lengths)
+            order = self.dec_blocks.positions(cache, tokens.shape, lengths)
         x = constrain(self.embed(tokens, order, fold_in(key, 0)), *RESIDUAL)
         ran = self.dec_blocks.run(
             x,

@@ -8,6 +8,7 @@ from typing import Any, TypedDict, TypeVar, Unpack, overload
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.core import Tracer
 from jaxtyping import Array
 
 from attn_spec.checks import check_positive, kind_of
@@ -131,6 +132,11 @@ def generate(
         raise ValueError(
             f"text is made by a LanguageModel or an EncoderDecoder; got {kind_of(model)}."
             " Load a model of text, or derive your own from flax_attn.models.LanguageModel"
+        )
+    if isinstance(tokens, Tracer):
+        raise ValueError(
+            "generate reads its prompts, and compiles its steps by itself; got tokens that are"
+            " traced. Call it outside of jax.jit and other transforms"
         )
     sampling = Sampling(temperature, top_k, top_p)
     seed = _seed(key, sampling)

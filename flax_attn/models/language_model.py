@@ -9,7 +9,7 @@ from flax import nnx
 from flax.typing import Dtype, PrecisionLike
 from jaxtyping import Array, Float, Integer
 
-from attn_spec.generation_checks import check_token_ids
+from attn_spec.generation_checks import check_config, check_token_ids
 from flax_attn.functional.cache_base import Cache
 from flax_attn.functional.dropout import fold_in
 from flax_attn.functional.masks import Mask
@@ -108,6 +108,7 @@ class LanguageModel(Pretrained, Generic[C]):
         precision: PrecisionLike = None,
         rngs: nnx.Rngs,
     ):
+        check_config(config, ModelConfig)
         numerics = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         products = {"precision": precision, **numerics}
         self.config = config
@@ -228,7 +229,11 @@ class LanguageModel(Pretrained, Generic[C]):
         else:
             positions = as_positions(positions, tuple(tokens.shape))
             positions = without_arranged_padding(positions, tokens.shape, lengths)
-        order = jnp.arange(t) if cache is None else self.trf_blocks.positions(cache, t, lengths)
+        order = (
+            jnp.arange(t)
+            if cache is None
+            else self.trf_blocks.positions(cache, tokens.shape, lengths)
+        )
         x = self.embed(tokens, order if positions is None else positions, fold_in(dropout_key, 0))
         x = constrain(x, *RESIDUAL)
         ran = self.trf_blocks.run(

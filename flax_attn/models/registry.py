@@ -7,7 +7,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Unpack
 
-from attn_spec.checks import nearest
+from attn_spec.checks import check_type, nearest
 from attn_spec.hugging_face.fields import Fields, read_fields
 from flax_attn.models.bert import Bert, BertMaskedLM
 from flax_attn.models.deepseekv3 import DeepseekV3
@@ -204,4 +204,5 @@ def save_pretrained(
         ...     sorted(file.name for file in Path(folder).iterdir())
         ['config.json', 'model.safetensors']
     """
+    check_type("model", model, Pretrained, "a model of flax_attn.models, such as a GPT2")
     model.save_pretrained(path, max_shard_size=max_shard_size)

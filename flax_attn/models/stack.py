@@ -14,7 +14,7 @@ from flax import nnx
 from flax.typing import Dtype
 from jaxtyping import Array
 
-from attn_spec.cache_checks import check_caches, check_stacked_cache
+from attn_spec.cache_checks import check_cache_shapes, check_caches, check_stacked_cache
 from flax_attn.convert.stacked import places
 from flax_attn.functional.cache import KVCache
 from flax_attn.functional.cache_base import Cache
@@ -118,17 +118,22 @@ class Stack(nnx.Module):
         pairs = zip(empty, self.stacked_layers, strict=True)
         return tuple(_with_layers(cache, len(layers)) for cache, layers in pairs)
 
-    def positions(self, cache: tuple[Cache, ...], t: int, lengths: ArrayLike | int | None) -> Array:
-        """Return the positions of the next `t` tokens, see `Cache.positions`.
+    def positions(
+        self, cache: tuple[Cache, ...], shape: tuple[int, ...], lengths: ArrayLike | int | None
+    ) -> Array:
+        """Return the positions of the next tokens, of shape `(*b, t)`, see `Cache.positions`.
 
         Raises:
             ValueError: unless there is a cache for each stacked block, as many layers long as it
-                has.
+                has, made for these rows.
         """
         check_caches("cache", cache, len(self.stacked_layers))
         for one, layers in zip(cache, self.stacked_layers, strict=True):
             check_stacked_cache({name: x.shape for name, x in one.arrays.items()}, len(layers))
-        return _changed(lambda x: x[0], cache[0]).positions(t, lengths)
+        *batch, t = shape
+        first = _changed(lambda x: x[0], cache[0])
+        check_cache_shapes({"rows": first.batch}, {"rows": tuple(batch)})
+        return first.positions(t, lengths)
 
     def keep(self, encoded: Tokens, lengths: ArrayLike | int | None) -> tuple[KVCache, ...]:
         """Return the keys and values of an encoder's output, for each stacked cross block."""

@@ -3,7 +3,7 @@
 from flax import nnx
 from jaxtyping import Array
 
-from attn_spec.checks import check_rate
+from attn_spec.checks import check_rate, check_tokens
 from flax_attn.functional.dropout import KeyedDropout, drop, keep_grid
 from flax_attn.functional.shapes import Tokens
 from flax_attn.modules.initialisation import drawn_key, fork
@@ -63,6 +63,7 @@ class Dropout(nnx.Module):
         dropout = self.keyed(dropout_key)
         if dropout is None:
             return x
+        check_tokens("x", x, "d", x.shape[-1], None)
         # The same places as of weights `(b, n, t, s)`: features stand for keys, and one head for n.
         *batch, t, d = x.shape
         b = batch[0] if batch else 1

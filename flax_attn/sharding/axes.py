@@ -49,7 +49,7 @@ def rules(**changes: str | Sequence[str] | None) -> Iterator[None]:
     Functions that were compiled outside are compiled again inside.
 
     Raises:
-        ValueError: if the table has no line for a name.
+        ValueError: if the table has no line for a name, or is given other than names of mesh axes.
 
     Example:
         >>> with rules(batch="replica", embed=None):
@@ -57,7 +57,7 @@ def rules(**changes: str | Sequence[str] | None) -> Iterator[None]:
         (('replica',), (), ('tensor',))
     """
     _check_known(changes)
-    given = {name: axes_in(axes) for name, axes in changes.items()}
+    given = {name: _names_given(name, axes) for name, axes in changes.items()}
     lines = table() | given
     # A tuple, as what is part of the key of compiled functions must be hashable.
     with _in_use(tuple(sorted(lines.items()))):
@@ -70,6 +70,16 @@ def _check_known(names: Iterable[str]) -> None:
         raise ValueError(
             f"the names of axes are {', '.join(RULES)}; got {', '.join(unknown)}. Pass one of these"
         )
+
+
+def _names_given(name: str, axes: Any) -> tuple[str, ...]:
+    given = axes_in(axes) if axes is None or isinstance(axes, Iterable) else (axes,)
+    if not all(isinstance(axis, str) for axis in given):
+        raise ValueError(
+            f"a line of the table has names of mesh axes; got {name}={axes!r}. Pass one name,"
+            " several, or None for none"
+        )
+    return given
 
 
 def table() -> dict[str, tuple[str, ...]]:

@@ -7,8 +7,9 @@ from typing import Any, TypeVar
 import jax
 from flax import nnx
 from flax.core.spmd import get_logical_axis_rules
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from attn_spec.checks import check_type
 from flax_attn.sharding.axes import AxisName, axes_in, device_count, mesh_axes, spec, table
 
 S = TypeVar("S")
@@ -94,8 +95,16 @@ def check_may_split(layer: str | None, mesh: Any) -> None:
         )
 
 
+def check_tree_and_mesh(tree: Any, mesh: Any) -> None:
+    """Raise unless something has variables, and something is a mesh, with devices or without."""
+    remedy = "a module, an nnx.Optimizer, or the state of one"
+    check_type("what lies on a mesh", tree, nnx.Pytree | nnx.State, remedy)
+    _check_is_mesh(mesh)
+
+
 def check_mesh(mesh: Any) -> None:
     """Raise unless a mesh has an axis of the table."""
+    _check_is_mesh(mesh)
     known = dict.fromkeys(chain.from_iterable(table().values()))
     if known.keys().isdisjoint(mesh.axis_names):
         raise ValueError(
@@ -103,6 +112,10 @@ def check_mesh(mesh: Any) -> None:
             f" {', '.join(mesh.axis_names)}. Name an axis of the mesh so, or change the table with"
             " flax_attn.sharding.rules"
         )
+
+
+def _check_is_mesh(mesh: Any) -> None:
+    check_type("mesh", mesh, Mesh | AbstractMesh, 'jax.make_mesh((4, 2), ("fsdp", "tensor"))')
 
 
 def specs(state: S, mesh: Any, only: str | None = None, but: Collection[str] = ()) -> S:

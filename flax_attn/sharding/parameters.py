@@ -16,6 +16,7 @@ from flax_attn.sharding.parameter_axes import (
     UNIT,
     check_may_split,
     check_mesh,
+    check_tree_and_mesh,
     specs,
 )
 from flax_attn.sharding.sharding_table import warn_of_whole
@@ -90,8 +91,8 @@ def shardings(tree: Any, mesh: Any) -> PyTree[NamedSharding]:
 
     Raises:
         ValueError: if an axis has a name that is neither in the table nor an axis of the mesh, if
-            the mesh has no axis of the table and no parameter names one of its axes, or if a layer
-            is quantized.
+            the mesh has no axis of the table and no parameter names one of its axes, if a layer is
+            quantized, or if tree or mesh is something else.
 
     Example:
         >>> from flax_attn import FeedForward
@@ -102,6 +103,7 @@ def shardings(tree: Any, mesh: Any) -> PyTree[NamedSharding]:
         >>> kernel.spec == PartitionSpec(None, "tensor")
         True
     """
+    check_tree_and_mesh(tree, mesh)
     state = tree if isinstance(tree, nnx.State) else nnx.state(tree)
     for _, variable in nnx.to_flat_state(state):
         stays = variable.get_metadata().get(ON_ONE_DEVICE)
@@ -130,8 +132,8 @@ def shard(tree: M, mesh: Any) -> M:
         >>> model.layers[0].kernel.sharding.mesh.axis_names
         ('data',)
     """
+    where = shardings(tree, mesh)
     state = nnx.state(tree)
-    where = shardings(state, mesh)
     warn_of_whole(state, mesh)
     nnx.update(tree, jax.tree.map(_put, state, where))
     return tree

@@ -109,23 +109,27 @@ def _divided(call: Call, mesh: Any, few: bool) -> Division:
     """Return which mesh axes divide rows, heads and tokens, before a strategy is chosen."""
     b, n, t, s = call.shape
     k = call.key.shape[2]
+    # As in `spec`: of two axes that ask for the same mesh axis, the first gets it.
     batch = _split(mesh, "batch", "rows", b)
-    heads = _split(mesh, "heads", "query heads", n)
+    tokens = tuple(axis for axis in mesh_axes("tokens", mesh) if axis not in batch)
+    heads = _split(mesh, "heads", "query heads", n, taken=(*batch, *tokens))
     # The least number of copies that the devices divide.
     copies = lcm(k, device_count(mesh, heads)) // k
     division = Division(mesh, batch, heads, queries=(), keys=(), copies=copies)
     if not few:
-        queries = _split(mesh, "tokens", "query tokens", t)
-        keys = _split(mesh, "tokens", "key tokens", s)
+        queries = _split(mesh, "tokens", "query tokens", t, taken=batch)
+        keys = _split(mesh, "tokens", "key tokens", s, taken=batch)
         return replace(division, queries=queries, keys=keys)
     # A cache whose capacity does not divide is on every device.
-    if s % device_count(mesh, mesh_axes("tokens", mesh)):
+    if s % device_count(mesh, tokens):
         return division
-    return replace(division, keys=_split(mesh, "tokens", "key tokens", s))
+    return replace(division, keys=_split(mesh, "tokens", "key tokens", s, taken=batch))
 
 
-def _split(mesh: Any, name: str, what: str, size: int) -> tuple[str, ...]:
-    axes = mesh_axes(name, mesh)
+def _split(
+    mesh: Any, name: str, what: str, size: int, taken: tuple[str, ...] = ()
+) -> tuple[str, ...]:
+    axes = tuple(axis for axis in mesh_axes(name, mesh) if axis not in taken)
     devices = device_count(mesh, axes)
     # One row, head or token is on every device.
     if size == 1 or devices == 1:

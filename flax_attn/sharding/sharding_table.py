@@ -11,7 +11,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from flax_attn.sharding.axes import axes_in, device_count, mesh_axes
-from flax_attn.sharding.parameter_axes import given_names, specs
+from flax_attn.sharding.parameter_axes import check_tree_and_mesh, given_names, specs
 
 # The lines of `RULES` that split parameters: a mesh with none of their axes copies all of them.
 _OF_PARAMETERS = ("heads", "kv_heads", "hidden", "vocab", "expert", "embed")
@@ -102,7 +102,8 @@ def sharding_table(tree: Any, mesh: Any) -> ShardingTable:
         mesh: mesh.
 
     Raises:
-        ValueError: if an axis has a name that is neither in the table nor an axis of the mesh.
+        ValueError: if an axis has a name that is neither in the table nor an axis of the mesh, or
+            if tree or mesh is something else.
 
     Example:
         >>> from jax.sharding import AbstractMesh, AxisType
@@ -112,6 +113,7 @@ def sharding_table(tree: Any, mesh: Any) -> ShardingTable:
         bias    (256,)        1.0 KiB  whole
         kernel  (512, 256)  128.0 KiB  fsdp, -
     """
+    check_tree_and_mesh(tree, mesh)
     params = nnx.filter_state(nnx.state(tree), nnx.Param)
     found = [_placement(path, param, mesh) for path, param in nnx.to_flat_state(params)]
     return ShardingTable(dict(mesh.shape), tuple(found))

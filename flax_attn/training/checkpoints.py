@@ -22,11 +22,13 @@ import orbax.checkpoint as ocp
 from flax import nnx
 from jaxtyping import Array
 
-from attn_spec.checks import check_positive
+from attn_spec.checks import check_positive, check_type
 from flax_attn.convert.lock import locked
 
 # A checkpoint moves here in one step, and is removed then: it is complete or absent.
 _DELETED = ".deleted"
+# Orbax writes it into each, before anything else.
+_MARK = "_CHECKPOINT_METADATA"
 
 
 class Checkpoints:
@@ -48,7 +50,8 @@ class Checkpoints:
         keep: number of checkpoints that stay; older ones are deleted.
 
     Raises:
-        ValueError: if `keep` is not positive, or the folder is a file or inside one.
+        ValueError: if `keep` is not positive, the folder is a file or inside one, or it holds a
+            folder that has a number for its name and is no checkpoint.
 
     Example:
         >>> import optax
@@ -80,6 +83,7 @@ class Checkpoints:
         )
         self._manager = self._open(options)
         self._saving: Thread | None = None
+        self._closed = False
 
     @property
     def _locks(self) -> bool:
@@ -104,9 +108,11 @@ class Checkpoints:
 
         Raises:
             ValueError: if the step is negative or not whole, the folder has a checkpoint of it or
-                of a later one, or `extra` is not JSON. An earlier save that failed raises its error
-                here.
+                of a later one or was closed, model or optimizer is of another kind, or `extra` is
+                not JSON. An earlier save that failed raises its error here.
         """
+        self._check_open(step)
+        _check_kinds(model, optimizer)
         _check_step(step)
         _check_json(extra)
         arrays = _arrays(model=model, optimizer=optimizer)
@@ -144,10 +150,11 @@ class Checkpoints:
             Its step, and the other values saved with it.
 
         Raises:
-            ValueError: if there is no checkpoint, it cannot be read, or it is of another model or
-                optimizer, with a line for each array that is missing, unexpected, or of another
-                shape or dtype.
+            ValueError: if there is no checkpoint, it cannot be read, model or optimizer is of
+                another kind, or it is of another model or optimizer, with a line for each array
+                that is missing, unexpected, or of another shape or dtype.
         """
+        _check_kinds(model, optimizer, nnx.Optimizer | None)
         nodes: dict[str, Any] = {"model": model}
         if optimizer is not None:
             nodes["optimizer"] = optimizer
@@ -193,6 +200,7 @@ class Checkpoints:
 
     def close(self) -> None:
         """Wait, and close the files of the folder."""
+        self._closed = True
         if self._saving is not None:
             self._saving.join()
         self._manager.close()
@@ -226,6 +234,14 @@ class Checkpoints:
                 return  # `wait` raises it, where the run hears of it
             if self._locks:
                 shutil.rmtree(Path(self.folder, _DELETED), ignore_errors=True)
+
+    def _check_open(self, step: int) -> None:
+        # Orbax would wait for minutes, for threads that have ended.
+        if self._closed:
+            raise ValueError(
+                f"checkpoints are saved until they are closed, as the end of `with` does; got"
+                f" step={step} and a closed {self.folder}. Make Checkpoints(folder) once more"
+            )
 
     def _check_increases(self, step: int) -> None:
         latest = max(self._steps(), default=None)
@@ -264,6 +280,20 @@ def _check_folder(folder: Path) -> None:
             f"checkpoints are stored in a folder; got {folder}, and {there} is a file. Pass another"
             " path"
         )
+    for path in folder.glob("*"):
+        # Others may delete a checkpoint meanwhile: what is asked last is whether it is there.
+        if path.name.isdecimal() and not (path / _MARK).exists() and path.is_dir():
+            raise ValueError(
+                "folders with a number for a name are checkpoints here, which are deleted in time;"
+                f" got {path}, which is none. Pass another folder, such as"
+                f" {folder / 'checkpoints'}"
+            )
+
+
+def _check_kinds(model: object, optimizer: object, kind: Any = nnx.Optimizer) -> None:
+    check_type("model", model, nnx.Module, "the model itself, an nnx.Module")
+    remedy = "optimizer=nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param)"
+    check_type("optimizer", optimizer, kind, remedy)
 
 
 def _check_step(step: int) -> None:

@@ -8,6 +8,7 @@ import optax
 from flax import nnx
 from jaxtyping import Array
 
+from attn_spec.checks import kind_of
 from flax_attn.functional.dtypes import accumulation_dtype
 
 
@@ -42,7 +43,7 @@ def float32_state(optimizer: optax.GradientTransformation) -> optax.GradientTran
         optimizer: any optimizer, with schedule, clipping or weight decay. It works in float32.
 
     Raises:
-        ValueError: if `update` is called without parameters.
+        ValueError: if the optimizer is none of optax, or `update` is called without parameters.
 
     Example:
         >>> optimizer = float32_state(optax.sgd(2.0**-10))
@@ -58,6 +59,13 @@ def float32_state(optimizer: optax.GradientTransformation) -> optax.GradientTran
     References:
         Micikevicius et al. 2017 (arXiv:1710.03740).
     """
+    # Not by its class: MultiSteps of optax is of another.
+    if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
+        raise ValueError(
+            "float32_state takes an optimizer of optax, with init and update; got"
+            f" {kind_of(optimizer)}. Write nnx.Optimizer(model, float32_state(optax.adamw(1e-3)),"
+            " wrt=nnx.Param)"
+        )
     inner = optax.with_extra_args_support(optimizer)
 
     def init(params: optax.Params) -> Float32State:

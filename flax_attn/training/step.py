@@ -57,11 +57,16 @@ def train_step(
     return compiled_step(
         model,
         optimizer,
-        cast(Array, tokens),
-        lengths=lengths,
+        cast(Array, _array(tokens)),
+        # A list would be traced number by number.
+        lengths=None if lengths is None else _array(lengths),
         segments=segments,
         dropout_key=dropout_key,
     )
+
+
+def _array(x: ArrayLike | int) -> Array | np.ndarray:
+    return x if isinstance(x, Array) else np.asarray(x)
 
 
 @partial(nnx.jit, static_argnames="loss", donate_argnames=("model", "optimizer"))

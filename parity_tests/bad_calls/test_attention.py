@@ -409,6 +409,20 @@ def test_arrays_of_objects_and_text_are_refused(name, dtype):
         flax_attn.dot_product_attention(**given)
 
 
+@pytest.mark.usefixtures("no_shape_checks")
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_masks_are_combined_and_not_listed(assert_same_error, kind):
+    def act(side):
+        x = side.array(np.ones((1, 3, 2, 4)))
+        masks = side.array(np.ones((3, 3), bool)), side.Mask.causal()
+        return side.dot_product_attention(x, x, x, mask=kind(masks))
+
+    rule = (
+        r"^mask must be one Mask, or one array; got a {} that holds Mask\. Combine masks with &: "
+    )
+    assert_same_error(act, rule.format(kind.__name__))
+
+
 def test_a_mask_of_objects_is_refused():
     with pytest.raises(ValueError, match=r"mask must be boolean.*; got other values, dtype object"):
         flax_attn.Mask.dense(np.ones((5, 5), object))

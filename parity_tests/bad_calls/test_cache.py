@@ -94,13 +94,13 @@ def cross(side, kept, b=2):
     return layer(side.array(np.zeros((b, 3, 6))), kept(layer))
 
 
-def answer(side, change):
-    """Decode with what was kept of an encoder, changed."""
+def answer(side, change, rows=B):
+    """Decode with what was kept of an encoder, changed, and a cache of so many rows."""
     file = side.file("models.t5")
     config = file.T5Config(6, 8, 2, 3, 2, 2, vocab_size=11)
     t5 = file.T5(config, **({"rngs": nnx.Rngs(0)} if side.is_flax else {}))
     kept = t5.keep(t5.encode(side.array(np.ones((B, 4), int))))
-    return t5.hidden(side.array(np.ones((B, 3), int)), change(kept))
+    return t5.attend(side.array(np.ones((B, 3), int)), change(kept), cache=t5.init_cache(rows, 8))
 
 
 MADE = (
@@ -148,6 +148,19 @@ FOREIGN = {
     "new tokens without a batch": (
         lambda side: zeros(side, 8).append(*[side.array(np.ones((2, K, H)))] * 2),
         MADE.format(r"key \(2, 8, 3\), value \(2, 8, 3\)", OURS),
+    ),
+    "fewer new values than keys": (
+        lambda side: zeros(side, 8).extend(
+            side.array(np.ones((B, 2, K, H))), side.array(np.ones((B, 1, K, H)))
+        ),
+        (
+            r"^new keys and values are of the same rows, .*; got key \(2, 2, 2, 3\), value"
+            r" \(2, 1, 2, 3\)\. Pass both for the same tokens$"
+        ),
+    ),
+    "lengths of other rows": (
+        lambda side: extend(side, 2, lengths=side.array([1, 2, 1])),
+        r"^lengths must be one integer or one a row, shape \(2,\); got shape \(3,\)\. Pass how",
     ),
     # Caches that do not fit the layer.
     "other heads": (
@@ -222,6 +235,18 @@ FOREIGN = {
         r"2 in all; got 3\.",
     ),
     "one cache for a model": (lambda side: read(side, zeros(side, 8)), r"2 in all; got KVCache\."),
+    "a model's cache of other rows": (
+        lambda side: read(side, model(side).init_cache(3, 8)),
+        MADE.format(r"rows \(2,\)", r"rows \(3,\)"),
+    ),
+    "a model's cache without a batch": (
+        lambda side: read(side, model(side).init_cache(None, 8)),
+        MADE.format(r"rows \(2,\)", r"rows \(\)"),
+    ),
+    "a decoder's cache of other rows": (
+        lambda side: answer(side, lambda kept: kept, rows=3),
+        MADE.format(r"rows \(2,\)", r"rows \(3,\)"),
+    ),
     # What cross-attention keeps of an encoder.
     "nothing kept": (
         lambda side: cross(side, lambda layer: None),

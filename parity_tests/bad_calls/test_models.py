@@ -47,6 +47,16 @@ CALLS = {
 }
 
 
+@pytest.mark.parametrize("kind", ["dict", "str", "the class GPT2Config, not an instance"])
+def test_a_model_is_built_of_a_config(assert_same_error, kind):
+    def act(side):
+        configs = {"dict": {"d_model": 6}, "str": "gpt2"}
+        return side.build("GPT2", configs.get(kind, side.GPT2Config))
+
+    rule = rf"^the config of a language model has d_model, .*; got {kind}\. Pass one, such as GPT2"
+    assert_same_error(act, rule)
+
+
 BAD_IDS = {
     "three axes": (
         np.ones((2, 3, 4), np.int32),

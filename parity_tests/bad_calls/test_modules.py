@@ -164,6 +164,14 @@ CONSTRUCTORS = {
         r"a ring buffer must keep at least the window.*got window=5, capacity=4",
     ),
     # Numbers.
+    "no eps": (
+        lambda side: side.build("RMSNorm", 4, eps=None),
+        r"^eps must be one real number; got eps=None\. Pass a float of Python",
+    ),
+    "dropout of features without tokens": (
+        lambda side: side.build("Dropout", 0.5)(side.array(np.ones(4))),
+        r"^x must have shape \(t, d\) or \(b, t, d\); got rank 1, shape \(4,\)\.",
+    ),
     "layer norm eps": (
         lambda side: side.build("LayerNorm", 4, -1e-5),
         r"eps .*must be at least 0; got eps=-1e-05",

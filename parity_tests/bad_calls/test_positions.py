@@ -18,6 +18,10 @@ def turn(side, *arguments, shape=(B, T, N, H), positions=None, **keywords):
 ERRORS = {
     # Bases and widths.
     "base": (lambda side: side.RoPE(1.0), r"base must be larger than 1, .*got base=1\.0"),
+    "a base that is no number": (
+        lambda side: side.RoPE("10000"),
+        r"^base must be one real number; got base='10000'\. Pass a float of Python",
+    ),
     "odd width": (
         lambda side: side.RoPE(width=3),
         r"width must be a positive even integer.*got width=3",
@@ -37,6 +41,10 @@ ERRORS = {
     "odd head": (
         lambda side: turn(side, shape=(T, N, 7)),
         r"head_dim must be a positive even.*got head_dim=7",
+    ),
+    "integers in place of queries": (
+        lambda side: side.RoPE()(side.array(np.ones((B, T, N, H), int))),
+        r"^x must be float64, float32, bfloat16 or float16; got int64\. Cast to one of them",
     ),
     # Scalings.
     "factor": (

@@ -58,6 +58,13 @@ def test_a_forgotten_prefix_is_found(layer, weights):
         convert.load_state_dict(layer, {f"module.{name}": array for name, array in weights.items()})
 
 
+def test_a_prefix_that_ends_too_early_is_told_whole(layer, weights):
+    weights = {f"module.{name}": array for name, array in weights.items()}
+    with pytest.raises(ConversionError, match=r"pass prefix='module\.'$"):
+        convert.load_state_dict(layer, weights, prefix="module")
+    convert.load_state_dict(layer, weights, prefix="module.")
+
+
 def test_a_name_given_twice_is_refused(layer, weights):
     with pytest.raises(ConversionError, match=r"W_query.weight twice, once flat and once nested"):
         convert.load_state_dict(

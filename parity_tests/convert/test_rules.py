@@ -80,6 +80,17 @@ def test_a_rule_that_cannot_be_read_both_ways(ours, theirs):
         Rule(ours, theirs)
 
 
+@pytest.mark.usefixtures("no_shape_checks")
+def test_a_rule_has_a_tuple_of_names_and_a_pattern_of_two_sides():
+    with pytest.raises(
+        ConversionError, match=r"a tuple of names .*; got 'kernel'\. Pass \('kernel',"
+    ):
+        Rule("kernel", "weight", "i o -> o i")
+    rule = r"two sides, as in 'i o -> o i'; got 'i o - o i' for weight\. Pass '' to leave"
+    with pytest.raises(ConversionError, match=rule):
+        Rule(("kernel",), "weight", "i o - o i")
+
+
 def test_two_parameters_of_one_entry_are_refused():
     rules = (Rule(("a",), "c"), Rule(("b",), "c"), Rule(("d", "e"), "f"))
     with pytest.raises(

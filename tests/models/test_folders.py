@@ -11,7 +11,7 @@ from flax import nnx
 
 from attn_spec.json_files import read_object
 from flax_attn.convert import ConversionError
-from flax_attn.models import GPT2, GPT2Config, Llama, LlamaConfig, from_pretrained
+from flax_attn.models import GPT2, GPT2Config, Llama, LlamaConfig, from_pretrained, save_pretrained
 from flax_attn.models.hugging_face import folder as loader
 from flax_attn.models.mixtral import Mixtral, MixtralConfig
 from flax_attn.models.whisper import Whisper, WhisperConfig
@@ -349,3 +349,10 @@ def test_positions_that_would_be_computed_before_they_are_compared(tmp_path, not
     )
     with pytest.raises(ConversionError, match=match):
         from_pretrained(tmp_path)
+
+
+@pytest.mark.usefixtures("no_shape_checks")
+def test_models_alone_are_saved(tmp_path):
+    rule = r"^model must be Pretrained; got Linear\. Pass a model of flax_attn\.models, such"
+    with pytest.raises(ValueError, match=rule):
+        save_pretrained(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), tmp_path)

@@ -167,6 +167,12 @@ def test_layers_and_lengths_within_a_bucket_share_programs(compiled):
     assert compiled[0] - before == 4  # all but choose
 
 
+def test_it_compiles_by_itself(gpt2):
+    rule = r"^generate reads its prompts, .*; got tokens that are traced\. Call it outside of jax"
+    with pytest.raises(ValueError, match=rule):
+        jax.jit(lambda tokens: generate(gpt2, tokens, max_new_tokens=2))(jnp.array([1, 2]))
+
+
 @pytest.mark.parametrize(
     ("tokens", "options", "message"),
     [

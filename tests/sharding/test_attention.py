@@ -50,6 +50,18 @@ def test_outputs_and_gradients_are_those_of_one_device(case, mesh):
         assert_equal(jit(case.both)(arrays), expected)
 
 
+@pytest.mark.parametrize("t", [1, 8])
+@pytest.mark.parametrize(
+    "lines", [{"batch": "tensor"}, {"tokens": "tensor"}, {"batch": "context"}], ids=str
+)
+def test_of_two_axes_that_ask_for_the_same_mesh_axis_the_first_gets_it(lines, t, mesh_like):
+    k, v = jnp.asarray(np.random.default_rng(0).normal(size=(2, 4, 8, 2, 4)))
+    q = k[:, :t] + 1
+    expected = dot_product_attention(q, k, v)
+    with jax.set_mesh(mesh_like(tensor=2, context=2)), rules(**lines):
+        assert_equal({"output": jit(dot_product_attention)(q, k, v)}, {"output": expected})
+
+
 @pytest.mark.parametrize("strategy", ["all_gather", "ulysses", "ring", "ulysses+ring"])
 @pytest.mark.parametrize("rows", [8, 1])
 def test_a_bias_of_one_token_a_device(strategy, rows, mesh_like):

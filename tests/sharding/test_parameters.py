@@ -1,5 +1,7 @@
 """The names of the axes of parameters, and where models and optimizers lie by them."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +12,7 @@ from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 from flax_attn import GPT2, GPT2Config, Linear, Llama, LlamaConfig, MultiHeadAttention, Scores
-from flax_attn.sharding import RULES, rules
+from flax_attn.sharding import RULES, rules, sharding_table
 from flax_attn.sharding.parameters import abstract, create, shard, shardings
 from flax_attn.training import float32_state
 
@@ -152,6 +154,28 @@ def test_sums_over_an_axis_of_a_parameter_are_whole():
     found = specs(optimizer, AbstractMesh((2, 2), ("fsdp", "tensor")))
     sums = [name for name in found if name.endswith(("v_row.kernel", "v_col.kernel"))]
     assert [found[name] for name in sums] == [P(), P()]
+
+
+@pytest.mark.usefixtures("no_shape_checks")
+@pytest.mark.parametrize("place", [shardings, shard, sharding_table])
+def test_a_model_lies_on_a_mesh(place, mesh_like):
+    layer, mesh = Linear(6, 4, rngs=nnx.Rngs(0)), mesh_like(fsdp=2)
+    rule = r"^mesh must be Mesh or AbstractMesh; got {}\. Pass jax\.make_mesh\(\(4, 2\), "
+    for wrong in (None, "fsdp"):
+        with pytest.raises(ValueError, match=rule.format(type(wrong).__name__)):
+            place(layer, wrong)
+    rule = r"^what lies on a mesh must be \w+ or State; got {}\. Pass a module, an nnx\.Optimizer,"
+    for wrong, kind in ((Linear, "the class Linear, not an instance"), (jnp.ones(3), "ArrayImpl")):
+        with pytest.raises(ValueError, match=rule.format(kind)):
+            place(wrong, mesh)
+
+
+@pytest.mark.usefixtures("no_shape_checks")
+@pytest.mark.parametrize("axes", [3, ("data", 2)])
+def test_a_line_of_the_table_has_names(axes):
+    rule = rf"^a line of the table has names of mesh axes; got batch={re.escape(repr(axes))}\. Pass"
+    with pytest.raises(ValueError, match=rule), rules(batch=axes):
+        pass
 
 
 @pytest.mark.parametrize(

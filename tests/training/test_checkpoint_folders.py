@@ -128,6 +128,28 @@ def test_folders_of_other_names_are_no_checkpoints(tmp_path):
         assert checkpoints.latest is None
 
 
+def test_a_folder_of_the_user_is_not_taken_for_a_checkpoint_and_deleted(tmp_path):
+    saved(tmp_path, 1)
+    (tmp_path / "5").mkdir()
+    rule = (
+        rf"^folders with a number for a name are checkpoints here, .*; got {tmp_path}/5, which is"
+        rf" none\. Pass another folder, such as {tmp_path}/checkpoints$"
+    )
+    with pytest.raises(ValueError, match=rule):
+        Checkpoints(tmp_path)
+    saved(tmp_path / "checkpoints", 1, 2, 3, 4)  # as the error says
+    assert (tmp_path / "5").is_dir()
+
+
+def test_nothing_is_saved_after_the_end(tmp_path):
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, *build())
+    rule = rf"until they are closed, .*; got step=2 and a closed {tmp_path}\. Make Checkpoints\("
+    with pytest.raises(ValueError, match=rule):
+        checkpoints.save(2, *build())
+    assert steps(tmp_path) == [1]
+
+
 def test_a_save_that_failed_keeps_no_one_out(tmp_path, monkeypatch):
     def fail(self, directory):
         raise OSError("no space left")

@@ -266,6 +266,22 @@ def test_the_lines_name_both_shapes_and_dtypes(tmp_path):
             checkpoints.restore(*build(optimizer=optax.sgd(0.1, momentum=0.9)))
 
 
+@pytest.mark.usefixtures("no_shape_checks")
+def test_a_run_is_a_model_and_an_optimizer(tmp_path):
+    model, optimizer = build()
+    no_optimizer = r"^optimizer must be Optimizer; got {}\. Pass optimizer=nnx\.Optimizer\(model, "
+    with Checkpoints(tmp_path) as checkpoints:
+        with pytest.raises(ValueError, match=no_optimizer.format("NoneType")):
+            checkpoints.save(1, model, None)
+        with pytest.raises(ValueError, match=r"^model must be Module; got State\. Pass the model"):
+            checkpoints.save(1, nnx.state(model), optimizer)
+        with pytest.raises(ValueError, match=r"^model must be Module; got the class GPT2"):
+            checkpoints.restore(type(model))
+        with pytest.raises(ValueError, match=r"^optimizer must be Optimizer or None; got G"):
+            checkpoints.restore(model, optax.adam(0.1))
+        assert checkpoints.latest is None
+
+
 @pytest.mark.parametrize("keep", [0, 1.5])
 def test_how_many_are_kept_is_a_number(keep, tmp_path, no_shape_checks):
     with pytest.raises(ValueError, match=rf"keep must be a positive integer; got keep={keep}"):

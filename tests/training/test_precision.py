@@ -154,6 +154,17 @@ def test_without_parameters():
         optimizer.update(jnp.ones(2), optimizer.init(jnp.ones(2)))
 
 
+@pytest.mark.usefixtures("no_shape_checks")
+def test_it_goes_around_an_optimizer_of_optax_and_into_one_of_nnx():
+    model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+    rule = r"with init and update; got {}\. Write nnx\.Optimizer\(model, float32_state\("
+    with pytest.raises(ValueError, match=rule.format("Optimizer")):
+        float32_state(optimizer)
+    with pytest.raises(ValueError, match=rule.format("float")):
+        float32_state(1e-3)
+
+
 def test_a_model_in_bfloat16_learns():
     config = GPT2Config(8, 2, 1, context_length=8, vocab_size=11, dropout=0.0)
     model = GPT2(config, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))

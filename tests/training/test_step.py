@@ -54,6 +54,17 @@ def test_lengths_that_are_wrong_leave_the_model_as_it_is():
     assert not model.tok_emb.embedding[...].is_deleted()
 
 
+@pytest.mark.usefixtures("no_shape_checks")
+def test_lengths_may_be_a_list_and_tokens_of_pytorch(close):
+    torch = pytest.importorskip("torch")
+    found = []
+    for tokens, lengths in ((TOKENS, np.array([5, 3, 4])), (torch.tensor(TOKENS), [5, 3, 4])):
+        model, optimizer = build(dropout=0.0)
+        loss = train_step(model, optimizer, tokens, lengths=lengths)
+        found.append([loss, *leaves(model)])
+    close(*found)
+
+
 @pytest.mark.parametrize(
     ("optimizer", "kind"),
     [

@@ -10,7 +10,7 @@ from einops import rearrange
 from jaxtyping import Float, Integer
 from torch import Tensor
 
-from attn_spec.cache_checks import check_ring_buffer
+from attn_spec.cache_checks import check_new_tokens, check_ring_buffer
 from attn_spec.checks import check_positive
 from torch_ref.functional.cache_base import Cache, check_empty
 from torch_ref.functional.cache_slots import token_slots, write_tokens
@@ -248,6 +248,7 @@ class KVCache(Cache):
         return torch.cat([self.key_positions, new], dim=1)
 
     def _check_new(self, key: Key, value: Value) -> None:
+        check_new_tokens(tuple(key.shape), tuple(value.shape))
         *batch, _, num_kv_heads, head_dim = key.shape
         self.check_heads(tuple(batch), num_kv_heads, head_dim, value.shape[-1])
 

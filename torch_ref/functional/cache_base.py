@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar, TypeVar, cast
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Integer
 from torch import Tensor
@@ -15,6 +16,7 @@ from attn_spec.cache_checks import (
     check_fits,
     check_lengths,
     check_rows,
+    check_rows_of_lengths,
 )
 from attn_spec.checks import refuse_dtype
 from torch_ref.functional.dtypes import dtype_name
@@ -113,6 +115,7 @@ class Cache:
             self._check_known(t, new)
             if isinstance(self.length, int):
                 return self.length + new, new
+        check_rows_of_lengths(tuple(np.shape(new)), *self.batch or (1,))
         return self._count_rows(t, self.each_row(new))
 
     def _count_rows(self, t: int, new: Tensor) -> tuple[Tensor, Tensor]:

@@ -11,6 +11,7 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
 
+from attn_spec.checks import check_dtype
 from attn_spec.frequencies import DynamicNTKScaling, plain_frequencies
 from attn_spec.frequencies import LinearScaling as LinearScaling
 from attn_spec.frequencies import Llama3Scaling as Llama3Scaling
@@ -44,6 +45,7 @@ class RoPE(RotaryPositions, portable=True):
     """
 
     def __call__(self, x: Heads, positions: ArrayLike | None = None) -> Heads:
+        check_dtype("x", x)
         # Tables are made for the width that the config names.
         self.check_head_dim(x.shape[-1])
         positions = _positions_of(x, positions)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from attn_spec.cache_checks import check_caches
+from attn_spec.cache_checks import check_cache_shapes, check_caches
 from torch_ref.functional.cache import KVCache
 from torch_ref.functional.cache_base import Cache
 from torch_ref.functional.dropout import fold_in
@@ -78,14 +78,16 @@ class Blocks(nn.ModuleList):
         return tuple(empty_cache(block, b, capacity, dtype) for block in blocks)
 
     def positions(
-        self, cache: tuple[Cache, ...], t: int, lengths: ArrayLike | int | None
+        self, cache: tuple[Cache, ...], shape: tuple[int, ...], lengths: ArrayLike | int | None
     ) -> Tensor:
-        """Return the positions of the next `t` tokens, see `Cache.positions`.
+        """Return the positions of the next tokens, of shape `(*b, t)`, see `Cache.positions`.
 
         Raises:
-            ValueError: unless there is a cache for each block.
+            ValueError: unless there is a cache for each block, made for these rows.
         """
         check_caches("cache", cache, len(self))
+        *batch, t = shape
+        check_cache_shapes({"rows": tuple(cache[0].batch)}, {"rows": tuple(batch)})
         return cache[0].positions(t, lengths)
 
     def keep(self, encoded: Tokens, lengths: ArrayLike | int | None) -> tuple[KVCache, ...]:

@@ -225,11 +225,11 @@ class EncoderDecoder(TypedModule, Generic[C]):
         check_token_ids("tokens", tokens)
         # The encoder has key 0.
         t, key = tokens.shape[-1], fold_in(dropout_key, 1)
+        tokens = without_padding(tokens, tuple(tokens.shape), lengths)
         if cache is None:
             order = torch.arange(t, device=tokens.device)
         else:
-            order = self.dec_blocks.positions(cache, t, lengths)
-        tokens = without_padding(tokens, tuple(tokens.shape), lengths)
+            order = self.dec_blocks.positions(cache, tokens.shape, lengths)
         ran = self.dec_blocks.run(
             self.embed(tokens, order, fold_in(key, 0)),
             cache=cache,

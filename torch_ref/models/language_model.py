@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float, Integer
 from torch import Tensor
 
-from attn_spec.generation_checks import check_token_ids
+from attn_spec.generation_checks import check_config, check_token_ids
 from torch_ref.functional.cache_base import Cache
 from torch_ref.functional.dropout import fold_in
 from torch_ref.functional.masks import Mask
@@ -84,6 +84,7 @@ class LanguageModel(TypedModule, Generic[C]):
         remat: bool = False,
     ):
         super().__init__()
+        check_config(config, ModelConfig)
         self.config, self.remat = config, remat
         self.create_embeddings()
         self.trf_blocks = Blocks(self.block(i, backend) for i in range(config.num_layers))
@@ -189,7 +190,7 @@ class LanguageModel(TypedModule, Generic[C]):
         if cache is None:
             order = torch.arange(t, device=tokens.device)
         else:
-            order = self.trf_blocks.positions(cache, t, lengths)
+            order = self.trf_blocks.positions(cache, tokens.shape, lengths)
         x = self.embed(tokens, order if positions is None else positions, fold_in(dropout_key, 0))
         ran = self.trf_blocks.run(
             x,

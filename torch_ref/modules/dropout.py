@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from attn_spec.checks import check_rate
+from attn_spec.checks import check_rate, check_tokens
 from torch_ref.functional.dropout import KeyedDropout, draw_key, drop, keep_grid
 from torch_ref.functional.shapes import Tokens
 from torch_ref.modules.typed import TypedModule
@@ -46,6 +46,7 @@ class Dropout(TypedModule):
         dropout = self.keyed(dropout_key)
         if dropout is None:
             return x
+        check_tokens("x", x, "d", x.shape[-1], None)
         # The same places as of weights `(b, n, t, s)`: features stand for keys, and one head for n.
         *batch, t, d = x.shape
         b = batch[0] if batch else 1
