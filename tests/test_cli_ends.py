@@ -173,9 +173,11 @@ def test_what_stops_a_command_is_one_line_and_an_exit_code(error, line, capfd):
 @pytest.mark.parametrize(
     "error", [ModuleNotFoundError(name="ours"), OSError("no errno"), KeyError("ours")]
 )
-def test_faults_of_this_package_keep_their_traceback(error):
-    with pytest.raises(type(error)):
-        failing(error)
+def test_faults_of_this_package_keep_their_traceback_and_say_nothing_of_modules(error, capfd):
+    assert failing(error) == 3
+    shown = capfd.readouterr().err
+    assert shown.startswith("Traceback")
+    assert type(error).__name__ in shown.splitlines()[-1]
 
 
 def _write_half(path, error):

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -52,6 +53,17 @@ def guarded(run: Callable[[], int]) -> int:
         run: function of the command; it returns 0, or 1 if a check failed.
     """
     _open_streams()
+    try:
+        return _ended(run)
+    # A fault of this package. Python would end with 1, which says that two modules differ.
+    except Exception:
+        with suppress(OSError):
+            traceback.print_exc()
+        return CANNOT_RUN
+
+
+def _ended(run: Callable[[], int]) -> int:
+    """Return the exit code of a command that ends as commands may."""
     try:
         return _flushed(run)
     except BrokenPipeError:  # nobody reads on, as behind `| head -1`

@@ -93,7 +93,8 @@ def from_layout(
     wrong = problems(entries, _shapes(theirs), table, prefix)
     if wrong:
         heading = f"these weights do not fit {what} in the layout {layout_name(layout)}:"
-        raise ConversionError("\n  ".join([heading, *wrong]))
+        lines = [heading, *wrong]
+        raise ConversionError("\n  ".join(lines))
     ours = {}
     for entry in entries:
         stored = {name: as_numbers(name, theirs[name]) for name in entry.tensors}

@@ -21,10 +21,13 @@ def problems(entries: list[Entry], theirs: Shapes, layout: Layout, given: str = 
     prefix = _common_prefix(wanted, theirs)
     # A name that is there as it is shows that the prefix is right.
     if prefix and wanted.keys().isdisjoint(theirs):
-        whole = given + prefix
-        return [f"every name has the prefix {whole!r}: pass prefix={whole!r}"]
+        return [_with_prefix(given + prefix)]
     got = {name: tuple(shape) for name, shape in theirs.items()}
     return _differences(wanted, got, re.compile(layout.ignored))
+
+
+def _with_prefix(prefix: str) -> str:
+    return f"every name has the prefix {prefix!r}: pass prefix={prefix!r}"
 
 
 def _differences(wanted: Shapes, got: Shapes, ignored: re.Pattern[str]) -> list[str]:

@@ -172,14 +172,12 @@ class KVCache(Cache):
         if key.ndim == 3:
             batched = self._batched().append(key[None], value[None], lengths)
             return batched._unbatched()
-        length, stored = self.count(key.shape[1], lengths)
-        slots = self._slots(key.shape[1], stored)
-        return KVCache(
-            key=write_tokens(self.key, key, slots),
-            value=write_tokens(self.value, value, slots),
-            length=length,
-            window=self.window,
-        )
+        t = key.shape[1]
+        length, stored = self.count(t, lengths)
+        slots = self._slots(t, stored)
+        keys = write_tokens(self.key, key, slots)
+        values = write_tokens(self.value, value, slots)
+        return KVCache(key=keys, value=values, length=length, window=self.window)
 
     def extend(
         self,

@@ -8,8 +8,10 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from flax_attn.parity.adapters.adapter import RunSpec
 from flax_attn.parity.adapters.jax_adapter import JaxAdapter
 from flax_attn.parity.pair import Pair
+from flax_attn.parity.trace.equations import evaluated, flattened
 
 # Lines that a sentence names.
 NAMED = 5
@@ -29,20 +31,20 @@ def arrays_below_range(pair: Pair, dtype: str) -> str:
     if not isinstance(pair.flax, JaxAdapter):
         return ""
     smallest = float(ml_dtypes.finfo(dtype).smallest_normal)
-    places = dict.fromkeys(_places_below(pair, smallest))
+    found = _places_below(pair.flax, pair.float64, smallest)
+    places = dict.fromkeys(found)
     if not places:
         return ""
-    lines = [place for place in places if place][:NAMED]
-    where = f" at {', '.join(lines)}" if lines else ""
+    # What a library computes has no line of the user's.
+    lines = [place for place in places if place]
+    shown = ", ".join(lines[:NAMED])
+    where = f" at {shown}" if shown else ""
     return f"arrays{where} hold no number as large as the smallest normal one, {smallest:.2g}"
 
 
-def _places_below(pair: Pair, smallest: float) -> Iterator[str]:
-    """Yield the line of each array whose largest number is below this, but not 0."""
-    from flax_attn.parity.trace.equations import evaluated, flattened
-
-    flax: Any = pair.flax
-    program = flattened(*flax.traced(pair.float64))
+def _places_below(flax: JaxAdapter, spec: RunSpec, smallest: float) -> Iterator[str]:
+    """Yield the line of each array whose largest number is below this, and not 0."""
+    program = flattened(*flax.traced(spec))
     values = evaluated(program.equations, program.given)
     for equation in program.equations:
         for result in equation.results:

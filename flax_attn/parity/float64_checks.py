@@ -137,11 +137,12 @@ def second(pair: Pair) -> Check:
     _check_numbers(pair, pair.cotangents)
     if not pair.tangents:
         raise NotRun("no parameter is shared and no input is floating")
+    spec = pair.second
     try:
-        theirs = pair.run("torch", pair.second)
+        theirs = pair.run("torch", spec)
     except AdapterError as error:
         raise NotRun(f"PyTorch, the reference, gives no second derivative: {error}") from None
-    ours = pair.run("flax", pair.second)
+    ours = pair.run("flax", spec)
     reference = pair.shared(theirs.second)
     errors = tolerance.gradient_errors(ours.second, reference)
     return worst_of("second", errors, tolerance.SECOND, flax=ours.second, torch=reference)

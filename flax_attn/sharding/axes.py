@@ -76,8 +76,7 @@ def _names_given(name: str, axes: Any) -> tuple[str, ...]:
     given = axes_in(axes) if axes is None or isinstance(axes, Iterable) else (axes,)
     if not all(isinstance(axis, str) for axis in given):
         raise ValueError(
-            f"a line of the table has names of mesh axes; got {name}={axes!r}. Pass one name,"
-            " several, or None for none"
+            f"a line of the table has names of mesh axes; got {name}={axes!r}. Pass names, or None"
         )
     return given
 

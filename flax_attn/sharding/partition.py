@@ -111,25 +111,30 @@ def _divided(call: Call, mesh: Any, few: bool) -> Division:
     k = call.key.shape[2]
     # As in `spec`: of two axes that ask for the same mesh axis, the first gets it.
     batch = _split(mesh, "batch", "rows", b)
-    tokens = tuple(axis for axis in mesh_axes("tokens", mesh) if axis not in batch)
-    heads = _split(mesh, "heads", "query heads", n, taken=(*batch, *tokens))
+    known = mesh_axes("tokens", mesh)
+    tokens = tuple(axis for axis in known if axis not in batch)
+    taken = (*batch, *tokens)
+    heads = _split(mesh, "heads", "query heads", n, taken)
     # The least number of copies that the devices divide.
-    copies = lcm(k, device_count(mesh, heads)) // k
+    devices = device_count(mesh, heads)
+    copies = lcm(k, devices) // k
     division = Division(mesh, batch, heads, queries=(), keys=(), copies=copies)
     if not few:
-        queries = _split(mesh, "tokens", "query tokens", t, taken=batch)
-        keys = _split(mesh, "tokens", "key tokens", s, taken=batch)
-        return replace(division, queries=queries, keys=keys)
+        queries = _split(mesh, "tokens", "query tokens", t, batch)
+        division = replace(division, queries=queries)
     # A cache whose capacity does not divide is on every device.
-    if s % device_count(mesh, tokens):
+    apart = device_count(mesh, tokens)
+    if few and s % apart:
         return division
-    return replace(division, keys=_split(mesh, "tokens", "key tokens", s, taken=batch))
+    keys = _split(mesh, "tokens", "key tokens", s, batch)
+    return replace(division, keys=keys)
 
 
 def _split(
     mesh: Any, name: str, what: str, size: int, taken: tuple[str, ...] = ()
 ) -> tuple[str, ...]:
-    axes = tuple(axis for axis in mesh_axes(name, mesh) if axis not in taken)
+    known = mesh_axes(name, mesh)
+    axes = tuple(axis for axis in known if axis not in taken)
     devices = device_count(mesh, axes)
     # One row, head or token is on every device.
     if size == 1 or devices == 1:
@@ -142,10 +147,12 @@ def _split(
         missing = -size % devices
         padding = f"Add {missing} tokens of padding and hide them with Mask.lengths"
         remedy = remedies.get(what, padding)
-        sizes = " x ".join(f"{axis}={mesh.shape[axis]}" for axis in axes)
+        split = [f"{axis}={mesh.shape[axis]}" for axis in axes]
+        sizes = " x ".join(split)
+        whole = f"flax_attn.sharding.rules({name}=None)"
         raise IndivisibleError(
             f"the mesh splits {name} over {sizes}, which must divide the {size} {what}. {remedy},"
-            f" or leave them whole: with flax_attn.sharding.rules({name}=None)"
+            f" or leave them whole: with {whole}"
         )
     return axes
 

@@ -417,10 +417,7 @@ def test_masks_are_combined_and_not_listed(assert_same_error, kind):
         masks = side.array(np.ones((3, 3), bool)), side.Mask.causal()
         return side.dot_product_attention(x, x, x, mask=kind(masks))
 
-    rule = (
-        r"^mask must be one Mask, or one array; got a {} that holds Mask\. Combine masks with &: "
-    )
-    assert_same_error(act, rule.format(kind.__name__))
+    assert_same_error(act, rf"got a {kind.__name__} that holds Mask\. Combine masks with &: ")
 
 
 def test_a_mask_of_objects_is_refused():

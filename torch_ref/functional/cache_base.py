@@ -115,8 +115,14 @@ class Cache:
             self._check_known(t, new)
             if isinstance(self.length, int):
                 return self.length + new, new
-        check_rows_of_lengths(tuple(np.shape(new)), *self.batch or (1,))
-        return self._count_rows(t, self.each_row(new))
+        return self._count_rows(t, self._real_of(new))
+
+    def _real_of(self, lengths: ArrayLike | int) -> Tensor:
+        """Return how many new tokens of each row are real."""
+        given = tuple(np.shape(lengths))
+        rows = self.batch or (1,)
+        check_rows_of_lengths(given, *rows)
+        return self.each_row(lengths)
 
     def _count_rows(self, t: int, new: Tensor) -> tuple[Tensor, Tensor]:
         cached = self.row_lengths

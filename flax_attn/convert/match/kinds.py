@@ -244,14 +244,18 @@ def _kind_by_parameters(
 ) -> Kind | None:
     """Return the kind of a module of Linen, from the names and ranks of its parameters alone."""
     names = set(tensors)
-    if "kernel" in names and names <= {"kernel", "bias"}:
-        return _kind_of_kernel(tensors, heads, heads and path[-1] == "out")
+    affine = {"scale", "bias"}
+    statistics = {"mean", "var"}
+    linear = {"kernel", "bias"}
+    if "kernel" in names and names <= linear:
+        is_out = heads and path[-1] == "out"
+        return _kind_of_kernel(tensors, heads, is_out)
     if names == {"embedding"}:
         return _FLAX_EMBED
-    if {"mean", "var"} <= names <= {"mean", "var", "scale", "bias"}:
+    if statistics <= names <= statistics | affine:
         return _norm("BatchNorm", "scale", "bias", "mean", "var")
     # At the root nothing is known but the parameters, and a scale may be the user's own.
-    if path and "scale" in names and names <= {"scale", "bias"}:
+    if path and "scale" in names and names <= affine:
         return _named_norm(names)
     return None
 

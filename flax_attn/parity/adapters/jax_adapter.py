@@ -245,13 +245,11 @@ class JaxAdapter(ModuleAdapter):
     @_promoting
     def program(self, spec: RunSpec) -> Any:
         """Return the jaxpr of a compiled run; where that has run, nothing is traced again."""
-        programs, arguments = self.programs, self._with_cotangents(spec)
+        arguments = self._with_cotangents(spec)
         if spec.cotangents is None:
             options = {"mode": spec.mode, "cached": spec.cached, "before": None}
-            traced = programs.compiled_outputs.trace(*arguments, **options)
-        else:
-            traced = programs.compiled_gradients.trace(*arguments, mode=spec.mode)
-        return traced.jaxpr
+            return self.programs.compiled_outputs.trace(*arguments, **options).jaxpr
+        return self.programs.compiled_gradients.trace(*arguments, mode=spec.mode).jaxpr
 
     def arguments(self, spec: RunSpec) -> tuple[Any, Any, Any, Any]:
         """Return what a run is given: parameters, inputs, other state and extras."""

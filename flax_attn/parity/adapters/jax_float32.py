@@ -34,10 +34,14 @@ def named_float32_as_float64(*parts: Any) -> Iterator[None]:
         sources.append(sys.modules[_ATTENTION])
     with ExitStack() as stack:
         for source in sources:
-            for name, value in list(vars(source).items()):
+            # A list, as names are replaced meanwhile.
+            held = vars(source)
+            names = list(held.items())
+            for name, value in names:
                 wider = _wider(value)
                 if wider is not value:
-                    stack.enter_context(mock.patch.object(source, name, wider))
+                    replaced = mock.patch.object(source, name, wider)
+                    stack.enter_context(replaced)
         yield
 
 

@@ -39,6 +39,8 @@ from flax_attn.parity.adapters.torch_tensors import (
 )
 from flax_attn.parity.training import TrainingSpec
 
+# Half of a rounding would often be rounded off again.
+ONE_MORE = 2 * torch.finfo(torch.float64).eps
 # The names of buffers that are loaded and stored like parameters.
 STATISTICS = ("running_mean", "running_var", "selection_bias")
 
@@ -217,22 +219,27 @@ class TorchAdapter(ModuleAdapter):
         trained = self._trained(module)
         parameters = trained.values()
         recipe = spec.recipe
-        rounded = _more_rounding(spec.rounding_seed)
+        factors = rounding_factors(spec.rounding_seed, ONE_MORE)
         optimizer, schedule = recipe.torch(parameters)
         inputs = self.arrays(spec.inputs)
         targets = self.arrays(spec.targets)
         losses = []
         for key in spec.keys:
-            extras = as_extras({**spec.extras, "dropout_key": key})
-            outputs = self.call(module, copied(inputs), extras)
+            given = {**spec.extras, "dropout_key": key}
+            extras = as_extras(given)
+            own = copied(inputs)
+            outputs = self.call(module, own, extras)
             loss = _loss(outputs, targets)
             losses.append(loss.item())
             _set_gradients(loss, trained)
             recipe.clip(parameters)
             optimizer.step()
             schedule.step()
-            rounded(parameters)
-        return float64(trained) | {"loss": np.array(losses)}
+            if spec.rounding_seed:
+                _round(parameters, factors)
+        learned = float64(trained)
+        found = {"loss": np.array(losses)}
+        return learned | found
 
     def call(self, *arguments: Any, **options: Any) -> dict[str, Any]:
         """Return the outputs by name.
@@ -300,17 +307,12 @@ def _summed(convolution: Any) -> int:
     return inputs * taps
 
 
-def _more_rounding(seed: int) -> Callable[[Iterable[torch.Tensor]], None]:
-    """Return a function that rounds parameters once more, in place; without a seed it does not."""
-    factors = rounding_factors(seed, 2 * torch.finfo(torch.float64).eps)
-
-    @torch.no_grad()
-    def rounded(parameters: Iterable[torch.Tensor]) -> None:
-        for parameter in parameters if seed else ():
-            drawn = factors(tuple(parameter.shape))
-            parameter.mul_(torch.from_numpy(drawn))
-
-    return rounded
+@torch.no_grad()
+def _round(parameters: Iterable[torch.Tensor], factors: Callable) -> None:
+    """Multiply parameters by factors of about 1, in place."""
+    for parameter in parameters:
+        drawn = factors(tuple(parameter.shape))
+        parameter.mul_(torch.from_numpy(drawn))
 
 
 def _check_mode(module: Any, random: torch.Tensor) -> None:
