@@ -27,6 +27,9 @@ from flax_attn.parity.adapters.recording import Recording, RecordingAdapter
 from flax_attn.parity.adapters.users_code import returning
 from flax_attn.parity.training import Recipe, TrainingSpec
 
+# What is computed once of the results of each side.
+OF_TORCH = "plain", "cotangents", "reference", "null"
+OF_FLAX = ("flax64",)
 # Added to the seed of a pair, for each thing that is drawn from it.
 COTANGENT, TARGET, TANGENT = 1, 2, 3
 LOWER = ("float32", "bfloat16", "float16")
@@ -135,6 +138,7 @@ class Pair:
         """Forget the results of `"flax"` or `"torch"`, which is run in another way from here on."""
         kept = {key: result for key, result in self._results.items() if key[0] != framework}
         self._results = kept
+        self._drop(OF_TORCH if framework == "torch" else OF_FLAX)
 
     def _once(self, framework: str, spec: RunSpec | TrainingSpec, method: str) -> Any:
         key = framework, spec.name
@@ -284,29 +288,32 @@ class Pair:
     def with_torch(self, torch: Adapter) -> Pair:
         """Return a pair with another PyTorch adapter, such as a faulty one, and the JAX results."""
         # What was computed in PyTorch goes, and what follows from it.
-        other = self._without("plain", "cotangents", "reference", "null")
+        other = self._without(OF_TORCH)
         other.torch = torch
         other._results = {key: self._results[key] for key in self._results if key[0] == "flax"}
         return other
 
     def with_flax(self, flax: Adapter) -> Pair:
         """Return a pair with another JAX adapter, such as an edited one, and PyTorch results."""
-        other = self._without("flax64")
+        other = self._without(OF_FLAX)
         other.flax = flax
         other._results = {key: self._results[key] for key in self._results if key[0] == "torch"}
         return other
 
     def with_inputs(self, inputs: Arrays, extras: Mapping[str, np.ndarray]) -> Pair:
         """Return a pair of the same modules with the same weights, on other inputs."""
-        other = self._without("plain", "cotangents", "reference", "null", "flax64", "tangents")
+        other = self._without((*OF_TORCH, *OF_FLAX, "tangents"))
         other.inputs, other.extras, other._results = inputs, extras, {}
         return other
 
-    def _without(self, *cached: str) -> Pair:
+    def _without(self, cached: Sequence[str]) -> Pair:
         other = copy.copy(self)
-        for name in cached:
-            vars(other).pop(name, None)
+        other._drop(cached)
         return other
+
+    def _drop(self, cached: Sequence[str]) -> None:
+        for name in cached:
+            vars(self).pop(name, None)
 
 
 def _as_wide(shape: tuple[int, ...], width: int, random: np.random.Generator) -> np.ndarray:

@@ -87,6 +87,38 @@ def test_frequencies_in_float32_are_no_difference(port):
     assert notes
 
 
+class TorchTwo(TorchRotary):
+    def __init__(self):
+        super().__init__()
+        self.dense = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.dense(super().forward(x))
+
+
+class Two(Rotary):
+    """Its layers have other names, so that the outputs are computed to pair them."""
+
+    def __init__(self):
+        self.base = BASE
+        self.alpha = nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0))
+        self.omega = nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(1))
+
+    def linear(self, x):
+        return self.alpha(x)
+
+    def __call__(self, x):
+        return self.omega(super().__call__(x))
+
+
+def test_what_ran_before_the_constants_were_shared_is_forgotten():
+    # In train mode, which a module may be left in where it changes nothing.
+    checks = ["twice", "running statistics"]
+    report = compare(Two(), TorchTwo().train(), INPUTS, checks=checks)
+    assert report.check("twice").note == ""
+    assert report.check("running statistics").skipped.endswith("PyTorch changes nothing")
+
+
 def test_the_note_names_the_constant():
     report = compare(Rotary(), TorchRotary().eval(), INPUTS, checks=["forward"])
     (note,) = report.notes
