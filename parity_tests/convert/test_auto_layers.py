@@ -224,3 +224,36 @@ def test_a_norm_that_one_side_holds_in_its_first_block(rig):
     partner = {row.theirs: row.ours[0] for row in pairing.rows}
     assert partner["blocks.0.ln0.weight"] == "ln0.scale"
     assert partner["blocks.1.ln1.bias"] == "blocks.1.ln1.bias"
+
+
+class TorchSine(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.freq = nn.Parameter(torch.ones(1, 4))
+
+
+class TorchFilter(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.bias = nn.Parameter(torch.ones(4))
+        self.act = TorchSine()
+
+
+class Filter(nnx.Module):
+    """It holds the parameter of a module of PyTorch, and another one of that shape."""
+
+    def __init__(self, first, second):
+        setattr(self, first, nnx.Param(jnp.ones(4)))
+        setattr(self, second, nnx.Param(jnp.zeros(4)))
+
+
+@pytest.mark.parametrize("names", [("freq", "bias"), ("bias", "freq")])
+def test_parameters_are_paired_by_their_own_names_in_whatever_modules(names):
+    pairing = convert.auto(Filter(*names), TorchFilter())
+    pairs = {row.theirs: (row.ours, row.evidence) for row in pairing.rows}
+    assert pairs == {"bias": (("bias",), "name"), "act.freq": (("freq",), "name")}
+
+
+def test_parameters_of_other_names_are_not_paired_by_one_that_they_share():
+    with pytest.raises(convert.ConversionError, match=r"fit torch .* in more than one way"):
+        convert.auto(Filter("freq", "shift"), TorchFilter())

@@ -228,7 +228,8 @@ class _Level:
         """Return the ways to tell some like items apart, the surest first."""
         # Query, key and value are never told apart by a number or by order only.
         if not self._hold_inputs(left, right):
-            return [self._by_name, self._by_what_is_left, self._by_number, self._by_order]
+            sure = [self._by_name, self._by_own_name, self._by_what_is_left]
+            return [*sure, self._by_number, self._by_order]
         return (
             [self._by_name, self._by_number] if self._have_words(left, right) else [self._by_name]
         )
@@ -246,6 +247,15 @@ class _Level:
             if set(ours) == set(theirs) and len(set(ours)) == len(left):
                 return _joined(left, ours, right, theirs, "name")
         return None
+
+    def _by_own_name(self, left: list[Item], right: list[Item]) -> list[Settled] | None:
+        """Return the pairs of parameters of the same names, in whatever modules they are."""
+        if not all(map(_is_parameter, [*left, *right])):
+            return None
+        ours, theirs = _own_names(left), _own_names(right)
+        if set(ours) != set(theirs) or len(set(ours)) < len(left):
+            return None
+        return _joined(left, ours, right, theirs, "name")
 
     def _by_what_is_left(self, left: list[Item], right: list[Item]) -> list[Settled] | None:
         here, there = self.ours.paths(left), self.theirs.paths(right)
@@ -364,6 +374,10 @@ def _all_but_one(left: list[Item], ours: Keys, right: list[Item], theirs: Keys) 
 
 def _is_parameter(item: Item) -> bool:
     return isinstance(item, Layer) and "value" in item.parts
+
+
+def _own_names(items: list[Item]) -> list[Key]:
+    return [key_of(item.path[-1:]) for item in items]
 
 
 def _numbered(keys: list[Key]) -> list[tuple[tuple[str, ...], int]] | None:

@@ -35,4 +35,9 @@ def _first_difference(report: Findings) -> str:
         if found:
             return f"mend this first, and compare again: {found[0]}"
     worst = next(check for check in report.failed if check.ran)
+    if agrees:
+        return (
+            "look at what this check alone shows, as every operation agrees in float64; if it holds"
+            f" with another seed, it is rounding: {worst.explain()}"
+        )
     return f"find what makes this differ, in the place that no node shows: {worst.explain()}"
