@@ -10,7 +10,16 @@ from flax import nnx
 from flax_attn.convert.arrays import from_layout, layout_name, to_layout
 from flax_attn.convert.layouts import LayoutLike, as_layout
 from flax_attn.convert.rules import Axes, ConversionError
-from flax_attn.convert.stacked import LayerSlice, Tensor, layers_of, stacked_layers, whole
+from flax_attn.convert.stacked import (
+    LayerSlice,
+    Tensor,
+    around,
+    layers_of,
+    numbered,
+    stacked_layers,
+    stacked_modules,
+    whole,
+)
 
 
 def state_dict(
@@ -141,7 +150,9 @@ def naming(module: nnx.Module) -> Callable[[tuple], dict[str, int | None]]:
     """
     sequences = set()
     stacks = {}
-    for path, submodule in nnx.iter_modules(module):
+    modules = dict(nnx.iter_modules(module))
+    vmapped = stacked_modules(modules)
+    for path, submodule in modules.items():
         if isinstance(submodule, nnx.Sequential):
             sequences.add(path)
         layers = stacked_layers(submodule)
@@ -151,7 +162,9 @@ def naming(module: nnx.Module) -> Callable[[tuple], dict[str, int | None]]:
     def names(path: tuple) -> dict[str, int | None]:
         # Sequences are known by their paths in the module, where stacked layers are not apart.
         left_out = {i for i in range(len(path)) if path[:i] in sequences}
-        return {_dotted(apart, left_out): layer for apart, layer in layers_of(path, stacks)}
+        outer = around(path, vmapped)
+        apart = numbered(path, outer, vmapped[outer]) if outer else layers_of(path, stacks)
+        return {_dotted(own, left_out): layer for own, layer in apart}
 
     return names
 

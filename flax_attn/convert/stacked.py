@@ -1,6 +1,6 @@
 """Layers with variables stacked along a first axis, seen one by one, as layouts name them."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,6 +8,7 @@ import numpy as np
 from flax import nnx
 from jax import Array
 
+from flax_attn.convert.match.kinds import stacked_count
 from flax_attn.convert.rules import Shape
 
 # The attribute of a module with `stacked_layers`: the child with stacked variables, or a list.
@@ -95,6 +96,90 @@ def layers_of(path: tuple, stacks: Mapping[tuple, Layers]) -> Iterator[tuple[tup
             yield (*path[:i], layer, *rest), place
         return
     yield path, None
+
+
+def numbered(path: tuple, outer: tuple, count: int) -> Iterator[tuple[tuple, int]]:
+    """Yield the paths of a node in a module that is a list of layers, each with its layer.
+
+    Example:
+        >>> list(numbered(("blocks", "norm"), ("blocks",), 2))
+        [(('blocks.0', 'norm'), 0), (('blocks.1', 'norm'), 1)]
+    """
+    *before, own = outer
+    rest = path[len(outer) :]
+    for layer in range(count):
+        # In the place of the module, so that what follows keeps its own.
+        yield (*before, f"{own}.{layer}", *rest), layer
+
+
+def stacked_modules(modules: Mapping[tuple, nnx.Module]) -> dict[tuple, int]:
+    """Return how many layers each module holds that `nnx.vmap` has made, by its path.
+
+    A module that holds layers of Flax whose variables all have one axis too many, the first, is a
+    list of layers. It is the outermost such module, and not the root.
+
+    Args:
+        modules: all modules of one, by their paths, as of `nnx.iter_modules`.
+    """
+    counts = _counts(modules)
+    found: dict[tuple, int] = {}
+    for path in sorted(counts, key=len):
+        count = counts[path]
+        if count and around(path, found) is None:
+            outermost = _outermost(path, modules, count)
+            found[outermost] = count
+    # The root has no name that its layers could be numbered under.
+    found.pop((), None)
+    return found
+
+
+def _counts(modules: Mapping[tuple, nnx.Module]) -> dict[tuple, int | None]:
+    """Return `count_stacked` by path."""
+    # Our own models say by themselves how their layers are stacked.
+    own = [path for path, one in modules.items() if stacked_layers(one)]
+    others = {path: one for path, one in modules.items() if around(path, own) is None}
+    return {path: count_stacked(one) for path, one in others.items()}
+
+
+def around(path: tuple, outer: Iterable[tuple]) -> tuple | None:
+    """Return the path among some that another one begins with; None if it begins with none."""
+    return next((one for one in outer if path[: len(one)] == one), None)
+
+
+def _outermost(path: tuple, modules: Mapping[tuple, nnx.Module], count: int) -> tuple:
+    """Return the path of the outermost module around a stacked layer that holds nothing else."""
+    found = path
+    for end in range(len(path) - 1, 0, -1):
+        outer = path[:end]
+        # A path through a list or mapping names no module.
+        if outer not in modules:
+            continue
+        module = modules[outer]
+        if not _are_all_stacked(module, count):
+            break
+        found = outer
+    return found
+
+
+def _are_all_stacked(module: nnx.Module, count: int) -> bool:
+    for _, layer in nnx.iter_modules(module):
+        if count_stacked(layer) not in (None, count):
+            return False
+    shapes = [variable.shape for _, variable in nnx.iter_graph(module) if _is_held(variable)]
+    return all(shape and shape[0] == count for shape in shapes)
+
+
+def _is_held(node: Any) -> bool:
+    return isinstance(node, nnx.Param | nnx.BatchStat)
+
+
+def count_stacked(module: nnx.Module) -> int | None:
+    """Return how many layers are stacked in a layer of Flax, 0 for one that is not stacked.
+
+    It is None for other modules, whose variables may have any axes.
+    """
+    held = {name: value.shape for name, value in vars(module).items() if _is_held(value)}
+    return stacked_count(module, held) if held else None
 
 
 def whole(

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from flax import nnx
 
+from flax_attn.convert.api import naming
 from flax_attn.convert.rules import Entry
 from flax_attn.parity import tolerance
 from flax_attn.parity.adapters.adapter import (
@@ -141,11 +142,11 @@ def _kept_by_both(pair: Pair, ours: Arrays, theirs: Arrays) -> Iterator[Entry]:
 def _momenta(module: Any) -> dict[str, float]:
     """Return the momentum of each `nnx.BatchNorm`, by the name of its running variance."""
     found = {}
+    names = naming(module)
     for path, layer in nnx.iter_modules(module):
         # A layer derived from it may divide by what it likes.
         if type(layer) is nnx.BatchNorm:
-            name = ".".join(map(str, (*path, "var")))
-            found[name] = layer.momentum
+            found |= dict.fromkeys(names((*path, "var")), layer.momentum)
     return found
 
 

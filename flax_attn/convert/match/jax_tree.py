@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from flax import linen, nnx
 from flax_attn.convert.api import parameters, statistics
 from flax_attn.convert.match.kinds import own_layers
 from flax_attn.convert.match.tree import Branch, Group, Tensor, simplify
-from flax_attn.convert.stacked import Layers, LayerSlice, children, stacked_layers
+from flax_attn.convert.stacked import LayerSlice, children, stacked_layers, stacked_modules
 
 # A tensor: the id of its variable, and its layer where layers are stacked.
 _Key = tuple[int, int | None]
@@ -38,13 +38,28 @@ def _grow(branch: Branch, path: tuple[str, ...], heads: bool = False) -> Group:
 
 def _branch(module: Any, without: Collection[str]) -> Branch:
     if isinstance(module, nnx.Module):
-        return _of_nnx(module, _known(module, without), set())
+        known = _Known(_tensors(module, without), _vmapped(module))
+        return _of_nnx(module, known, set())
     if isinstance(module, linen.Module):
         return _of_bound(module, without)
     return _of_pytree(module, "", without)
 
 
-def _known(module: nnx.Module, without: Collection[str]) -> dict[_Key, Tensor]:
+class _Known(NamedTuple):
+    """What is known of an NNX module: its tensors, and the counts of stacked layers by module."""
+
+    tensors: dict[_Key, Tensor]
+    counts: dict[int, int]
+
+
+def _vmapped(module: nnx.Module) -> dict[int, int]:
+    """Return how many layers each module holds that `nnx.vmap` has made, by its id."""
+    modules = dict(nnx.iter_modules(module))
+    counts = stacked_modules(modules)
+    return {id(modules[path]): count for path, count in counts.items()}
+
+
+def _tensors(module: nnx.Module, without: Collection[str]) -> dict[_Key, Tensor]:
     trained = parameters(module)
     tensors = {}
     for name, variable in {**trained, **statistics(module)}.items():
@@ -59,21 +74,23 @@ def _key(tensor: nnx.Variable | LayerSlice) -> _Key:
     return id(tensor), None
 
 
-def _of_nnx(
-    module: Any, known: Mapping[_Key, Tensor], seen: set[int], layer: int | None = None
-) -> Branch:
+def _of_nnx(module: Any, known: _Known, seen: set[int], layer: int | None = None) -> Branch:
     # A module may hold another that holds it.
     if id(module) in seen:
         return Branch()
+    count = known.counts.get(id(module))
+    if count and layer is None:
+        layers = {i: (module, i) for i in range(count)}
+        return _of_stacked(None, known, seen, layers)
     seen = seen | {id(module)}
-    layers = stacked_layers(module)
-    if layers:
-        return _of_stacked(module, known, seen, layers)
+    stacks = stacked_layers(module)
+    if stacks:
+        return _of_stacked(module, known, seen, children(module, stacks))
     tensors = {}
     branches = {}
     for name, value in _entries(module, _own_attributes):
         if isinstance(value, nnx.Variable):
-            tensors[name] = known.get((id(value), layer))
+            tensors[name] = known.tensors.get((id(value), layer))
         elif isinstance(value, nnx.Module | Mapping | list | tuple):
             branches[name] = _of_nnx(value, known, seen, layer)
     own = {name: tensor for name, tensor in tensors.items() if tensor is not None}
@@ -83,10 +100,11 @@ def _of_nnx(
 
 
 def _of_stacked(
-    module: Any, known: Mapping[_Key, Tensor], seen: set[int], layers: Layers
+    module: Any, known: _Known, seen: set[int], layers: Mapping[int, tuple[Any, int]]
 ) -> Branch:
+    """Return the branch of layers by their numbers, each with its place in what is stacked."""
     branches = {}
-    for number, (child, index) in children(module, layers).items():
+    for number, (child, index) in layers.items():
         branches[str(number)] = _of_nnx(child, known, seen, index)
     return Branch(module, branches=branches)
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from flax_attn.convert.match.tree import PARAMETER, Branch, Layer, Tensor, TensorPart
+from flax_attn.convert.rules import Shape
 
 
 class Kind(NamedTuple):
@@ -179,6 +180,42 @@ def own_layers(branch: Branch, path: tuple[str, ...], heads: bool = False) -> li
     return layers + _singles(rest, path, PARAMETER)
 
 
+def stacked_count(module: object, shapes: Mapping[str, Shape]) -> int | None:
+    """Return how many layers are stacked along a first axis of a layer of a known class, or 0.
+
+    It is None where the class does not tell how many axes a tensor has, as that of a norm.
+
+    Args:
+        module: the module.
+        shapes: shapes of its own tensors.
+    """
+    ranks = _ranks(module).items()
+    more = {len(shapes[name]) - rank for name, rank in ranks if name in shapes}
+    if more == {0}:
+        return 0
+    firsts = {shape[:1] for shape in shapes.values()}
+    return firsts.pop()[0] if more == {1} and len(firsts) == 1 else None
+
+
+def _ranks(module: object) -> dict[str, int]:
+    """Return how many axes the tensors of a layer have, by attribute, where its class tells."""
+    kind = _kind_by_class(module)
+    if kind is None:
+        return {}
+    is_convolution = kind.name == "Conv"
+    # A kernel has an axis for each axis of space.
+    places = getattr(module, "kernel_size", ())
+    ranks = {}
+    for name, (_, axes) in kind.roles.items():
+        fixed = [axis for axis in axes.split() if "..." not in axis]
+        rank = len(fixed)
+        if "..." not in axes:
+            ranks[name] = rank
+        elif is_convolution:
+            ranks[name] = rank + len(places)
+    return ranks
+
+
 def _parts(tensors: Mapping[str, Tensor], kind: Kind) -> dict[str, TensorPart] | None:
     """Return the tensors in the roles of a layer, or None if one has other axes."""
     parts = {}
@@ -247,7 +284,8 @@ def _kind_by_parameters(
     affine = {"scale", "bias"}
     statistics = {"mean", "var"}
     linear = {"kernel", "bias"}
-    if "kernel" in names and names <= linear:
+    is_linear = "kernel" in names and names <= linear
+    if is_linear:
         is_out = heads and path[-1] == "out"
         return _kind_of_kernel(tensors, heads, is_out)
     if names == {"embedding"}:
