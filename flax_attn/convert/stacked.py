@@ -165,8 +165,13 @@ def _are_all_stacked(module: nnx.Module, count: int) -> bool:
     for _, layer in nnx.iter_modules(module):
         if count_stacked(layer) not in (None, count):
             return False
-    shapes = [variable.shape for _, variable in nnx.iter_graph(module) if _is_held(variable)]
+    shapes = [_shape(variable) for _, variable in nnx.iter_graph(module) if _is_held(variable)]
     return all(shape and shape[0] == count for shape in shapes)
+
+
+def _shape(variable: nnx.Variable) -> Shape:
+    # A variable may hold what is no array.
+    return getattr(variable, "shape", ())
 
 
 def _is_held(node: Any) -> bool:
@@ -178,7 +183,7 @@ def count_stacked(module: nnx.Module) -> int | None:
 
     It is None for other modules, whose variables may have any axes.
     """
-    held = {name: value.shape for name, value in vars(module).items() if _is_held(value)}
+    held = {name: _shape(value) for name, value in vars(module).items() if _is_held(value)}
     return stacked_count(module, held) if held else None
 
 
