@@ -51,6 +51,8 @@ class Names:
         self._depth = 0
         # How many expressions are being written inside one another.
         self.level = 0
+        # What has been written, by the identity of the expression.
+        self.wholes: dict[int, tuple[Expression, str]] = {}
         # Whether what is assigned to a variable has its name, though one side alone has it.
         self.brief = False
 
@@ -121,7 +123,14 @@ def _name(own: Node | None, nodes: Sequence[Node], results: Mapping[Node, str]) 
 
 def whole(expression: Expression, names: Names) -> str:
     """Return an expression over values that both sides have, however long it is."""
-    return _with_strength(expression, names)[0]
+    # Inside another expression fewer levels of it are written.
+    if names.level:
+        return _with_strength(expression, names)[0]
+    key = id(expression)
+    if key not in names.wholes:
+        # It is kept as well, so that no other one gets its identity.
+        names.wholes[key] = expression, _with_strength(expression, names)[0]
+    return names.wholes[key][1]
 
 
 def text(expression: Expression, names: Names) -> str:
@@ -250,10 +259,10 @@ def _power(base: Expression, exponent: float, names: Names) -> str:
 
 
 def _call(x: Expression, names: Names) -> str:
-    inner = [_text(operand, names, SUM) for operand in x.operands]
     if x.operation in ("slice", "moved", "other"):
         suffix = f"[{_bounds(x.settings)}]" if x.operation == "slice" else "'"
         return _text(x.operands[0], names, ATOM) + suffix
+    inner = [_text(operand, names, SUM) for operand in x.operands]
     shown = ", ".join(inner + _settings(x))
     return f"{_function(x)}({shown})"
 
