@@ -20,7 +20,7 @@ class Letters(Names):
     """Names of leaves, which are letters here."""
 
     def __init__(self):
-        self.level = 0
+        self.level, self.wholes = 0, {}
 
     def of(self, part):
         return part.settings[0], 3
