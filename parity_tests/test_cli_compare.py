@@ -90,7 +90,7 @@ class Port(nnx.Module):
     def __init__(self, *, rngs):
         self.layer = nnx.Linear(3, 2, rngs=rngs)
 
-    def __call__(self, x, mask=None, slope=0.0):
+    def __call__(self, x, mask=None, slope=0.25):
         x = self.layer(x)
         x = jnp.where(x > 0, x, slope * x)
         return x if mask is None else jnp.where(mask[:, None], x, 0)
@@ -105,7 +105,7 @@ class Original(torch.nn.Module):
         super().__init__()
         self.layer = torch.nn.Linear(3, 2)
 
-    def forward(self, x, mask=None, slope=0.0):
+    def forward(self, x, mask=None, slope=0.25):
         x = torch.nn.functional.leaky_relu(self.layer(x), slope)
         return x if mask is None else x * mask[:, None]
 

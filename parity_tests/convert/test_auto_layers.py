@@ -257,3 +257,23 @@ def test_parameters_are_paired_by_their_own_names_in_whatever_modules(names):
 def test_parameters_of_other_names_are_not_paired_by_one_that_they_share():
     with pytest.raises(convert.ConversionError, match=r"fit torch .* in more than one way"):
         convert.auto(Filter("freq", "shift"), TorchFilter())
+
+
+class Numbered(nnx.Module):
+    def __init__(self, numbers):
+        for number in numbers:
+            setattr(self, f"layer{number}", nnx.Linear(4, 3, rngs=nnx.Rngs(number)))
+
+
+class TorchNumbered(nn.Module):
+    def __init__(self, numbers):
+        super().__init__()
+        for number in numbers:
+            setattr(self, f"blocks_{number}", nn.Linear(4, 3))
+
+
+def test_numbers_that_both_sides_have_may_count_from_another_one():
+    pairing = convert.auto(Numbered([0, 1, 2]), TorchNumbered([1, 2, 3]))
+    pairs = {row.theirs: row.ours[0] for row in pairing.rows}
+    assert pairs["blocks_1.weight"] == "layer0.kernel"
+    assert pairs["blocks_3.weight"] == "layer2.kernel"

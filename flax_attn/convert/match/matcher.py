@@ -259,7 +259,11 @@ class _Level:
 
     def _by_what_is_left(self, left: list[Item], right: list[Item]) -> list[Settled] | None:
         here, there = self.ours.paths(left), self.theirs.paths(right)
-        return _all_but_one(left, in_order(here, there), right, in_order(there, here))
+        ours, theirs = in_order(here, there), in_order(there, here)
+        # Numbers alone may count from another one.
+        if any("".join(key).isdigit() for key in chain(ours, theirs)):
+            return None
+        return _all_but_one(left, ours, right, theirs)
 
     def _by_number(self, left: list[Item], right: list[Item]) -> list[Settled] | None:
         """Return the pairs of those that have the same words, in the order of their numbers."""
