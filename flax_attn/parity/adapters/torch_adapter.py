@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
@@ -28,19 +28,18 @@ from flax_attn.parity.adapters.module_adapter import ModuleAdapter, check_kind, 
 from flax_attn.parity.adapters.torch_dropout import WithoutDropout
 from flax_attn.parity.adapters.torch_float32 import reading
 from flax_attn.parity.adapters.torch_functions import TorchFunctions
-from flax_attn.parity.adapters.torch_rounding import MoreRounding
+from flax_attn.parity.adapters.torch_rounding import ONE_MORE, MoreRounding
 from flax_attn.parity.adapters.torch_tensors import (
     Tensors,
     as_extras,
     as_tensors,
     cast,
     copied,
+    multiply,
     round_stochastically,
 )
 from flax_attn.parity.training import TrainingSpec
 
-# Half of a rounding would often be rounded off again.
-ONE_MORE = 2 * torch.finfo(torch.float64).eps
 # The names of buffers that are loaded and stored like parameters.
 STATISTICS = ("running_mean", "running_var", "selection_bias")
 
@@ -236,7 +235,7 @@ class TorchAdapter(ModuleAdapter):
             optimizer.step()
             schedule.step()
             if spec.rounding_seed:
-                _round(parameters, factors)
+                multiply(parameters, factors)
         learned = float64(trained)
         found = {"loss": np.array(losses)}
         return learned | found
@@ -305,14 +304,6 @@ def _summed(convolution: Any) -> int:
         # Of the taps of a kernel, one in each stride meets an output.
         taps = max(1, taps // math.prod(convolution.stride))
     return inputs * taps
-
-
-@torch.no_grad()
-def _round(parameters: Iterable[torch.Tensor], factors: Callable) -> None:
-    """Multiply parameters by factors of about 1, in place."""
-    for parameter in parameters:
-        drawn = factors(tuple(parameter.shape))
-        parameter.mul_(torch.from_numpy(drawn))
 
 
 def _check_mode(module: Any, random: torch.Tensor) -> None:

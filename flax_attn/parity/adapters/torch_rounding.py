@@ -10,8 +10,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from flax_attn.parity.adapters.adapter import rounding_factors
+from flax_attn.parity.adapters.torch_tensors import multiply
 
 aten = torch.ops.aten
+# Half of a rounding would often be rounded off again.
+ONE_MORE = 2 * torch.finfo(torch.float64).eps
 
 
 def _softplus(x: torch.Tensor, beta: int | float = 1, threshold: Any = 20) -> torch.Tensor:
@@ -50,8 +53,7 @@ class MoreRounding(TorchDispatchMode):
 
     def __init__(self, seed: int):
         super().__init__()
-        # Half of a rounding would often be rounded off again.
-        self._factors = rounding_factors(seed, 2 * torch.finfo(torch.float64).eps)
+        self._factors = rounding_factors(seed, ONE_MORE)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:
         """Call an operation, and round what it has written."""
@@ -60,7 +62,7 @@ class MoreRounding(TorchDispatchMode):
         found = computed(*args, **(kwargs or {}))
         for tensor in _float64(list(_written(func, found))):
             if not (exact and _is_exact(tensor)):
-                _round(tensor, self._factors)
+                multiply([tensor], self._factors)
         return found
 
 
@@ -71,10 +73,6 @@ def _written(func: Any, found: Any) -> Iterator[Any]:
         alias = declared.alias_info
         if alias is None or alias.is_write:
             yield result
-
-
-def _round(tensor: torch.Tensor, factors: Callable) -> None:
-    tensor.mul_(torch.from_numpy(factors(tuple(tensor.shape))))
 
 
 def _float64(tree: Any) -> list[torch.Tensor]:

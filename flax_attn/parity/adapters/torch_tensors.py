@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 import torch
@@ -21,11 +21,15 @@ def as_tensors(arrays: Mapping[str, np.ndarray], dtype: str) -> Tensors:
     return found
 
 
-@torch.no_grad()
-def round_stochastically(tensors: list[torch.Tensor], spec: RunSpec) -> None:
-    """Multiply floating tensors by factors of about 1, in place."""
+def round_stochastically(tensors: Iterable[torch.Tensor], spec: RunSpec) -> None:
+    """Round floating tensors up or down at random once they are cast, in place."""
     eps = torch.finfo(getattr(torch, spec.dtype)).eps
-    factors = rounding_factors(spec.rounding_seed, eps)
+    multiply(tensors, rounding_factors(spec.rounding_seed, eps))
+
+
+@torch.no_grad()
+def multiply(tensors: Iterable[torch.Tensor], factors: Callable) -> None:
+    """Multiply floating tensors by factors that are drawn for each shape, in place."""
     for tensor in tensors:
         if tensor.is_floating_point():
             drawn = factors(tuple(tensor.shape))
