@@ -1,6 +1,6 @@
 """The mesh axes that each axis of an array is split over: a table from names to mesh axes."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from math import prod
@@ -132,11 +132,12 @@ def free_axes(mesh: Any) -> set[str]:
     return {axis for axis, kind in kinds if kind != AxisType.Manual}
 
 
-def mesh_axes(name: AxisName, mesh: Any) -> tuple[str, ...]:
+def mesh_axes(name: AxisName, mesh: Any, taken: Collection[str] = ()) -> tuple[str, ...]:
     """Return the axes of a mesh, larger than 1, that an axis of that name is split over.
 
     A name is one of the table, an axis of the mesh, or several of them. Axes that the code around
-    computes on by itself, in `jax.shard_map`, are left out.
+    computes on by itself, in `jax.shard_map`, are left out, and those that are taken by other axes
+    of the array: of two that ask for the same one, the first gets it.
 
     Raises:
         ValueError: if the name is neither in the table nor an axis of the mesh.
@@ -147,7 +148,7 @@ def mesh_axes(name: AxisName, mesh: Any) -> tuple[str, ...]:
         (('data',), ('data',))
     """
     wanted = _axes_named(name, mesh)
-    usable = free_axes(mesh)
+    usable = free_axes(mesh).difference(taken)
     return tuple(axis for axis in wanted if axis in usable and mesh.shape[axis] > 1)
 
 
@@ -186,7 +187,7 @@ def spec(names: Sequence[AxisName], mesh: Any, shape: Sequence[int] | None = Non
     entries = []
     for i, name in enumerate(names):
         # JAX refuses a spec that names a mesh axis twice.
-        axes = tuple(axis for axis in mesh_axes(name, mesh) if axis not in used)
+        axes = mesh_axes(name, mesh, used)
         if shape is not None and shape[i] % device_count(mesh, axes):
             axes = ()
         used.update(axes)

@@ -109,10 +109,8 @@ def _divided(call: Call, mesh: Any, few: bool) -> Division:
     """Return which mesh axes divide rows, heads and tokens, before a strategy is chosen."""
     b, n, t, s = call.shape
     k = call.key.shape[2]
-    # As in `spec`: of two axes that ask for the same mesh axis, the first gets it.
     batch = _split(mesh, "batch", "rows", b)
-    known = mesh_axes("tokens", mesh)
-    tokens = tuple(axis for axis in known if axis not in batch)
+    tokens = mesh_axes("tokens", mesh, batch)
     taken = (*batch, *tokens)
     heads = _split(mesh, "heads", "query heads", n, taken)
     # The least number of copies that the devices divide.
@@ -133,8 +131,7 @@ def _divided(call: Call, mesh: Any, few: bool) -> Division:
 def _split(
     mesh: Any, name: str, what: str, size: int, taken: tuple[str, ...] = ()
 ) -> tuple[str, ...]:
-    known = mesh_axes(name, mesh)
-    axes = tuple(axis for axis in known if axis not in taken)
+    axes = mesh_axes(name, mesh, taken)
     devices = device_count(mesh, axes)
     # One row, head or token is on every device.
     if size == 1 or devices == 1:
