@@ -51,21 +51,21 @@ def lower_dtype(dtype: str, pair: Pair) -> Check:
         )
     errors = _errors(dtype, ours, theirs, reference)
     notes = []
+    untested = list(_overflowing(dtype, measured, reference))
     # Where the modules differ by more than this dtype rounds, no more draws are needed to say so.
-    judged = _differ_in_float64(pair, dtype)
-    if _break_the_rule(errors) and not judged:
+    may_be_rounding = _break_the_rule(errors) and not _differ_in_float64(pair, dtype)
+    if may_be_rounding:
         # What JAX itself loses in a sum is no difference of the port.
         spec = replace(spec, name=f"{dtype}, sums rounded once", rounded_sums=True)
         ours, as_computed = pair.run("flax", spec), errors
         errors = _errors(dtype, ours, theirs, reference)
         notes = _note_on_sums(dtype, as_computed, errors)
-    if _break_the_rule(errors) and not judged:
+    if may_be_rounding and _break_the_rule(errors):
         # A number that is rounded to the other side of 0 before a ReLU is none, either.
         theirs = _more_draws(pair, dtype, theirs)
         several = draws(pair, "flax", spec, tolerance.MORE_DRAWS)
         errors = tolerance.median([_errors(dtype, draw, theirs, reference) for draw in several])
-    untested = list(_overflowing(dtype, measured, reference))
-    if _break_the_rule(errors) and not judged:
+    if may_be_rounding and _break_the_rule(errors):
         errors, below = _without_below_range(pair, dtype, errors)
         untested += below
     first = theirs[0]

@@ -332,3 +332,10 @@ def test_a_difference_below_the_rounding_of_a_dtype_is_judged_again(paired):
         check = lower_dtype("float32", pair)
     assert check.failed
     assert any("rounded once" in name for _, name in pair._results)
+
+
+def test_a_dtype_that_holds_asks_for_nothing_in_float64(paired):
+    pair = paired(jnp.sin, torch.sin, (4, 3))
+    with on_cpu():
+        assert lower_dtype("bfloat16", pair).passed
+    assert "flax64" not in vars(pair)
