@@ -128,8 +128,6 @@ def stacked_modules(modules: Mapping[tuple, nnx.Module]) -> dict[tuple, int]:
         if count and around(path, found) is None:
             outermost = _outermost(path, modules, count)
             found[outermost] = count
-    # The root has no name that its layers could be numbered under.
-    found.pop((), None)
     return found
 
 
@@ -137,8 +135,12 @@ def _counts(modules: Mapping[tuple, nnx.Module]) -> dict[tuple, int | None]:
     """Return `count_stacked` by path."""
     # Our own models say by themselves how their layers are stacked.
     own = [path for path, one in modules.items() if stacked_layers(one)]
-    others = {path: one for path, one in modules.items() if around(path, own) is None}
-    return {path: count_stacked(one) for path, one in others.items()}
+    counts = {}
+    for path, one in modules.items():
+        # The root has no name that its layers could be numbered under.
+        if path and around(path, own) is None:
+            counts[path] = count_stacked(one)
+    return counts
 
 
 def around(path: tuple, outer: Iterable[tuple]) -> tuple | None:

@@ -194,7 +194,10 @@ def stacked_count(module: object, shapes: Mapping[str, Shape]) -> int | None:
     if more == {0}:
         return 0
     firsts = {shape[:1] for shape in shapes.values()}
-    return firsts.pop()[0] if more == {1} and len(firsts) == 1 else None
+    if more != {1} or len(firsts) > 1:
+        return None
+    ((count,),) = firsts
+    return count
 
 
 def _ranks(module: object) -> dict[str, int]:

@@ -21,7 +21,7 @@ DEFAULTS = {
 _FEWER_KERNELS = {"xla_cpu_use_fusion_emitters": False}
 
 
-# XLA compiles outside Python's lock, so one thread of it runs beside Python.
+# XLA compiles outside Python's lock: beside Python, and on two cores while that waits.
 _COMPILER = ThreadPoolExecutor(2, "compiler")
 
 
