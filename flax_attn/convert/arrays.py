@@ -98,7 +98,7 @@ def from_layout(
     ours = {}
     for entry in entries:
         stored = {name: as_numbers(name, theirs[name]) for name in entry.tensors}
-        ours |= entry.split(entry.whole(stored))
+        ours |= entry.split(entry.joined(stored))
     return ours
 
 

@@ -1,8 +1,10 @@
 """The engine of conversion: invertible rules, and the entries that they make."""
 
+from __future__ import annotations
+
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from einops import EinopsError, rearrange
@@ -105,6 +107,7 @@ class Entry:
         shapes: shapes of the parameters.
         axes: sizes of einops axes that the shapes do not give.
         trainable: False for running statistics, which are loaded and stored but have no gradient.
+        whole: the entry that this one is a piece of, as `apart` returns it; None if it is whole.
     """
 
     rule: Rule
@@ -113,6 +116,7 @@ class Entry:
     shapes: tuple[Shape, ...]
     axes: Mapping[str, int]
     trainable: bool = True
+    whole: Entry | None = None
 
     def join(self, arrays: Arrays) -> np.ndarray:
         """Return the entry made from our parameters, as an array of its own."""
@@ -136,21 +140,82 @@ class Entry:
     @property
     def tensors(self) -> dict[str, Shape]:
         """The shape of what is stored by its name: of the entry, or of each of its pieces."""
-        if "*" not in self.theirs:
+        if not self.in_pieces:
             return {self.theirs: self.shape}
         count, *piece = self.shape
         return {self.theirs.replace("*", str(i)): tuple(piece) for i in range(count)}
 
     def pieces(self, array: np.ndarray) -> dict[str, np.ndarray]:
         """Return what is stored of the entry, by its name."""
-        if "*" not in self.theirs:
+        if not self.in_pieces:
             return {self.theirs: array}
         return dict(zip(self.tensors, array, strict=True))
 
-    def whole(self, stored: Mapping[str, np.ndarray]) -> np.ndarray:
+    def joined(self, stored: Mapping[str, np.ndarray]) -> np.ndarray:
         """Return the entry made from what is stored of it: the inverse of `pieces`."""
         arrays = [stored[name] for name in self.tensors]
-        return np.stack(arrays) if "*" in self.theirs else arrays[0]
+        return np.stack(arrays) if self.in_pieces else arrays[0]
+
+    @property
+    def in_pieces(self) -> bool:
+        """Whether it is stored in pieces."""
+        return "*" in self.theirs
+
+    def apart(self) -> list[Entry]:
+        """Return the pieces as entries of their own, each made of pieces of our parameters.
+
+        Those of a parameter are named by their numbers: `w.0` and `w.1` are the pieces of `w`.
+
+        Raises:
+            ConversionError: if each piece is not made of one index of an axis of ours.
+        """
+        if not self.in_pieces:
+            return [self]
+        if not self._is_cut_along_an_axis():
+            raise ConversionError(
+                f"each piece of {self.theirs} is compared with one index of an axis of"
+                f" {' and '.join(self.ours)}; its rule makes a piece of several. Begin its pattern"
+                " with an axis of its own on both sides, as in 'e i o -> e o i', and join along"
+                " another one"
+            )
+        pattern = " -> ".join(_without_axis(side, self._counted) for side in self._sides)
+        axis = self.rule.axis - 1 if self.rule.axis > 0 else self.rule.axis
+        shapes = tuple(_without(shape, self.list_axis) for shape in self.shapes)
+        pieces = []
+        for i, theirs in enumerate(self.tensors):
+            ours = tuple(piece_name(name, i) for name in self.ours)
+            rule = replace(self.rule, ours=ours, theirs=theirs, pattern=pattern, axis=axis)
+            piece = Entry(rule, ours, theirs, shapes, self.axes, self.trainable, whole=self)
+            pieces.append(piece)
+        return pieces
+
+    @property
+    def list_axis(self) -> int:
+        """The axis of our parameters that counts the pieces."""
+        return self._sides[0].index(self._counted) if self._sides else 0
+
+    @property
+    def _sides(self) -> list[list[str]]:
+        """The axes on both sides of the pattern; none without a pattern."""
+        return [axes_of_side(side) for side in self.rule.pattern.split(" -> ") if side]
+
+    @property
+    def _counted(self) -> str:
+        """The axis in the pattern that counts the pieces."""
+        return self._sides[1][0] if self._sides else ""
+
+    def _is_cut_along_an_axis(self) -> bool:
+        """Whether each piece is made of one index of an axis of each of our parameters."""
+        is_joined = len(self.ours) > 1 and self.rule.axis == 0
+        if is_joined or self.rule.grouped:
+            return False
+        if not self._sides:
+            return True
+        left, _ = self._sides
+        if not self._counted.isidentifier() or self._counted not in left:
+            return False
+        # Behind an ellipsis the place of an axis is not known.
+        return "..." not in left[: left.index(self._counted)]
 
     @property
     def their_shapes(self) -> list[Shape]:
@@ -209,9 +274,27 @@ class Entry:
             ) from error
 
 
+def piece_name(name: str, index: int) -> str:
+    """Return the name of a piece of a parameter of ours."""
+    return f"{name}.{index}"
+
+
+def _without(shape: Shape, axis: int) -> Shape:
+    return shape[:axis] + shape[axis + 1 :]
+
+
+def _without_axis(side: list[str], axis: str) -> str:
+    return " ".join(other for other in side if other != axis)
+
+
+def axes_of_side(side: str) -> list[str]:
+    """Return the axes of one side of a pattern; those in parentheses are one."""
+    return re.findall(r"\([^)]*\)|\S+", side)
+
+
 def _named(side: str, shape: Shape) -> dict[str, int]:
     """Return the sizes of the axes outside parentheses: all of `"i n h"`, only i of `"(n h) i"`."""
-    axes = re.findall(r"\([^)]*\)|\S+", side)
+    axes = axes_of_side(side)
     if "..." in axes:
         # The axes after the ellipsis are counted from the end of the shape.
         at = axes.index("...")

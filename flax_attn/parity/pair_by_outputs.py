@@ -32,7 +32,11 @@ def pair_by_outputs(pair: Pair, candidates: Sequence[Candidate]) -> None:
     agrees = _agree(errors[best])
     layout, entries = candidates[best if agrees else 0]
     _take(pair, layout, entries)
-    pairs = _pairs(layout)
+    doubtful = _doubtful(layout, [other for other, _ in candidates])
+    # Whether a square matrix is transposed is told by the outputs for certain.
+    if agrees and not doubtful:
+        return
+    pairs = listed(doubtful or _doubtful_turns(layout), SHOWN, between="; ")
     count = len(candidates)
     found = "with this one the outputs agree"
     if not agrees:
@@ -59,7 +63,7 @@ def _agree(error: float) -> bool:
 def _take(pair: Pair, layout: convert.Layout | None, entries: Sequence[Entry]) -> None:
     flax: Any = pair.flax
     pair.layout, pair.entries = layout, entries
-    flax.entries = list(entries)
+    flax.share(entries)
     flax.load(pair.weights)
     pair.forget("flax")
 
@@ -81,8 +85,22 @@ def _error_of(pair: Pair, spec: RunSpec) -> float:
     return np.inf if error is None else error
 
 
-def _pairs(layout: convert.Layout | None) -> str:
-    """Return the pairs that names do not settle: of many, the first."""
+def _doubtful(layout: convert.Layout | None, layouts: Sequence[convert.Layout | None]) -> list[str]:
+    """Return the pairs of a layout that not all of some layouts have."""
+    others = list(map(_partners, layouts))
+    doubtful = []
+    for name, ours in _partners(layout).items():
+        if any(other.get(name) != ours for other in others):
+            doubtful.append(f"{ours[0]} and {name}")
+    return doubtful
+
+
+def _partners(layout: convert.Layout | None) -> dict[str, tuple[str, ...]]:
     rows = layout.rows if isinstance(layout, Pairing) else ()
-    pairs = [f"{row.ours[0]} and {row.theirs}" for row in rows if row.evidence == "outputs"]
-    return listed(pairs, SHOWN, between="; ")
+    return {row.theirs: row.ours for row in rows}
+
+
+def _doubtful_turns(layout: convert.Layout | None) -> list[str]:
+    """Return the pairs of square matrices, either of which may be the other transposed."""
+    rows = layout.rows if isinstance(layout, Pairing) else ()
+    return [f"{row.ours[0]} and {row.theirs}" for row in rows if row.evidence == "outputs"]

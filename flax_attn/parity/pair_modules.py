@@ -66,7 +66,7 @@ def pair_modules(
         has_weights = flax.shapes or torch.shapes
         layouts = _layouts(layout, flax_module, torch_module) if has_weights else [None]
         entries = [_entries(flax, torch, possible) for possible in layouts]
-        flax.entries = entries[0]
+        flax.share(entries[0])
         extras = options.get("extras", {})
         options["extras"] = {key: np.asarray(value) for key, value in extras.items()}
         # A recording cannot be given other parameters.
@@ -98,7 +98,7 @@ def _entries(flax: JaxAdapter, torch: Any, layout: convert.Layout | None) -> lis
     if layout is None:
         return []
     frozen = getattr(torch, "frozen", set())
-    entries = weight_map(flax.module, flax.shapes, torch.shapes, layout, flax.statistics)
+    entries = weight_map(flax.module, flax.whole_shapes, torch.shapes, layout, flax.statistics)
     return [_trained(entry, frozen) for entry in entries]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from flax import nnx
@@ -25,7 +26,7 @@ def weight_map(
 
     Args:
         flax: the JAX module, for the widths of its heads.
-        shapes: shapes of the parameters of the JAX module.
+        shapes: shapes of the parameters of the JAX module, as its own variables have them.
         theirs: shapes of the parameters of the PyTorch module.
         layout: layout between both modules.
         statistics: the names among `shapes` that are running statistics.
@@ -38,10 +39,12 @@ def weight_map(
         # What is no NNX module cannot be asked for the widths of heads.
         axes = axes_of(flax, layout) if isinstance(flax, nnx.Module) else no_axes
         entries = plan(shapes, layout, axes, statistics)
+        # What is stored in pieces is compared piece by piece.
+        apart = list(chain.from_iterable(entry.apart() for entry in entries))
     except ConversionError as error:
         raise PairingError(f"the parameters of the two modules do not pair: {error}") from error
     wrong = problems(entries, theirs, layout)
     if wrong:
         heading = "the parameters of the two modules do not pair in this layout:"
         raise PairingError("\n  ".join([heading, *wrong]))
-    return entries
+    return apart

@@ -77,7 +77,8 @@ def _paired(
     calls = _call(variant, flax_attn, module), _cached_call(variant, flax_attn, jnp)
     flax = JaxAdapter(module, *calls, device=device, place=placement(variant, module))
     if flax.shapes:
-        flax.entries = weight_map(module, flax.shapes, torch.shapes, layout, flax.statistics)
+        entries = weight_map(module, flax.shapes, torch.shapes, layout, flax.statistics)
+        flax.share(entries)
     return Pair(
         flax,
         torch,

@@ -2,15 +2,17 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any, NamedTuple
 
 from flax import nnx
 
+from attn_spec.checks import nearest
 from flax_attn.convert.api import axes_of
 from flax_attn.convert.match.all_matchings import all_matchings
 from flax_attn.convert.match.jax_tree import jax_tree
+from flax_attn.convert.match.left_over import LeftOver
 from flax_attn.convert.match.matcher import Matching, main_part, match
 from flax_attn.convert.match.pairing import PairedTensor, Pairing, transformation
 from flax_attn.convert.match.report import message, problems_of
@@ -40,8 +42,11 @@ def auto(flax_module: Any, torch_module: Any, *, rules: Sequence[Rule] = ()) -> 
     `q_proj` and `query` mean the same), by number (`norm1` and `ln_1`), or by order where both
     modules hold the same kinds of layers in the same order. Query, key and value are never told
     apart by order. What PyTorch packs (`in_proj_weight`, weights of recurrent layers) is paired
-    with a parameter of your own module that has its name and shape. Print the result to see the
-    pairs.
+    with a parameter of your own module that has its name and shape.
+
+    A parameter of your own that is left over is paired with what is left over of a layer, such as
+    `w_up` with `up.weight`, or with all layers of a list: `w_up` of shape `(e, i, o)` with
+    `experts.*.up.weight`. Print the result to see the pairs.
 
     Args:
         flax_module: an NNX module, a bound Linen module or an Equinox module.
@@ -54,8 +59,9 @@ def auto(flax_module: Any, torch_module: Any, *, rules: Sequence[Rule] = ()) -> 
         dict holds, such as masks, is ignored.
 
     Raises:
-        ConversionError: if a parameter has no partner or several that fit equally well: a line for
-            each.
+        ConversionError: if a parameter has no partner or several that fit equally well, if the
+            shapes of a matrix of your own do not tell whether it is transposed, or if a rule finds
+            no parameter: a line for each.
 
     Example:
         >>> import torch
@@ -69,14 +75,20 @@ def auto(flax_module: Any, torch_module: Any, *, rules: Sequence[Rule] = ()) -> 
     _check_torch_module(torch_module)
     known = _by_rules(rules, flax_module, torch_module)
     known += _packed(flax_module, torch_module, *_names(known))
-    found = _match(flax_module, torch_module, _names(known))
+    found = _complete(flax_module, torch_module, _names(known))
+    if found is None:
+        left = _left_over(flax_module, torch_module, _names(known))
+        by_name = match(*left.trees)
+        known += left.rows(by_name)
+        found = _match(flax_module, torch_module, _names(known), left.problems(by_name))
     return _pairing([*known, *_rows(found)], state_names(torch_module))
 
 
 def _names(rows: Sequence[PairedTensor]) -> Taken:
     """Return the names of the tensors in some rows, ours and theirs."""
     ours = set().union(*(row.ours for row in rows))
-    return ours, {row.theirs for row in rows}
+    theirs = set().union(*(row.their_names for row in rows))
+    return ours, theirs
 
 
 def _packed(
@@ -126,8 +138,8 @@ def _check_torch_module(module: Any) -> None:
 
 def _pairing(rows: list[PairedTensor], names: Sequence[str]) -> Pairing:
     """Return the layout that rows make, in the order of a state dict with these names."""
-    by_name = {row.theirs: row for row in rows}
-    in_order = [by_name[name] for name in names if name in by_name]
+    by_name = {name: row for row in rows for name in row.their_names}
+    in_order = dict.fromkeys(by_name[name] for name in names if name in by_name)
     ignored = sorted(set(names) - by_name.keys())
     # A name is looked for under any prefix, so the longer of two that end alike has to come first.
     longest = sorted(in_order, key=lambda row: -row.ours[0].count("."))
@@ -135,20 +147,37 @@ def _pairing(rows: list[PairedTensor], names: Sequence[str]) -> Pairing:
     return Pairing(rules, "|".join(map(re.escape, ignored)), rows=tuple(in_order))
 
 
-def _match(flax_module: Any, torch_module: Any, taken: Taken) -> Matching:
-    """Return the complete matching of all tensors that are not paired already."""
-    trees = list(_trees(flax_module, torch_module, taken))
-    for left, right in trees:
-        found = match(left, right)
-        if found.complete:
-            return found
-    _, pointwise, *_ = trees
+def _match(flax_module: Any, torch_module: Any, taken: Taken, problems: Iterable[str]) -> Matching:
+    """Return the complete matching of all tensors that are not paired already.
+
+    Raises:
+        ConversionError: with these problems and those of the matching, if there is none.
+    """
+    found = _complete(flax_module, torch_module, taken)
+    if found is not None:
+        return found
+    _, pointwise, *_ = _trees(flax_module, torch_module, taken)
     found = match(*pointwise, main_part)
     ours = type(flax_module).__name__
     theirs = type(torch_module).__name__
     heading = f"the parameters of {ours} and {theirs} do not pair:"
-    problems = problems_of(found)
-    raise ConversionError(message(heading, problems, found))
+    lines = [*problems, *problems_of(found)]
+    raise ConversionError(message(heading, lines, found))
+
+
+def _complete(flax_module: Any, torch_module: Any, taken: Taken) -> Matching | None:
+    """Return the complete matching of all tensors that are not paired already; None without one."""
+    for left, right in _trees(flax_module, torch_module, taken):
+        found = match(left, right)
+        if found.complete:
+            return found
+    return None
+
+
+def _left_over(flax_module: Any, torch_module: Any, taken: Taken) -> LeftOver:
+    """Return what layers leave over."""
+    first = next(_trees(flax_module, torch_module, taken))
+    return LeftOver(match(*first))
 
 
 def _trees(flax_module: Any, torch_module: Any, taken: Taken) -> Iterator[tuple[Group, Group]]:
@@ -173,17 +202,26 @@ def possible_pairings(flax_module: Any, torch_module: Any) -> list[Pairing]:
         torch_module: as for `auto`.
     """
     known = _packed(flax_module, torch_module, (), ())
+    left = _left_over(flax_module, torch_module, _names(known))
     names = state_names(torch_module)
-    taken = _names(known)
-    trees = _trees(flax_module, torch_module, taken)
     pairings = []
-    for left, right in trees:
-        for found in all_matchings(left, right):
-            rows = [*known, *_rows(found)]
-            pairings.append(_pairing(rows, names))
-        if pairings:
-            break
+    for found in all_matchings(*left.trees):
+        for choice in left.choices(found):
+            rows = [*known, *left.rows(found, choice)]
+            for matching in _possible(flax_module, torch_module, _names(rows)):
+                pairing = _pairing([*rows, *_rows(matching)], names)
+                if pairing not in pairings:
+                    pairings.append(pairing)
     return pairings
+
+
+def _possible(flax_module: Any, torch_module: Any, taken: Taken) -> list[Matching]:
+    """Return every matching that is possible in the first way to read the layers that has one."""
+    for left, right in _trees(flax_module, torch_module, taken):
+        found = all_matchings(left, right)
+        if found:
+            return found
+    return []
 
 
 def _by_rules(rules: Sequence[Rule], flax_module: Any, torch_module: Any) -> list[PairedTensor]:
@@ -192,13 +230,27 @@ def _by_rules(rules: Sequence[Rule], flax_module: Any, torch_module: Any) -> lis
     axes = axes_of(flax_module, list(rules)) if isinstance(flax_module, nnx.Module) else no_axes
     shapes = {name: tensor.shape for name, tensor in ours.items()}
     entries, _ = apply_rules(shapes, rules, axes)
+    _check_used(rules, entries, shapes)
     _check_fit(entries, tensors_of(torch_tree(torch_module)))
     return [_ruled(entry, ours[entry.ours[0]].trainable) for entry in entries]
 
 
+def _check_used(rules: Sequence[Rule], entries: Sequence[Entry], shapes: Collection[str]) -> None:
+    used = {id(entry.rule) for entry in entries}
+    lines = []
+    for rule in rules:
+        if id(rule) not in used:
+            names = ", ".join(rule.ours)
+            lines.append(f"{names}{nearest(rule.ours[0], shapes)}")
+    if lines:
+        heading = "these rules find no parameters of the Flax module:"
+        raise ConversionError("\n  ".join([heading, *lines]))
+
+
 def _check_fit(entries: Sequence[Entry], theirs: Mapping[str, Tensor]) -> None:
-    misfits = [_misfit(entry, theirs.get(entry.theirs)) for entry in entries]
-    lines = list(filter(None, misfits))
+    lines = []
+    for entry in entries:
+        lines += _misfits(entry, theirs)
     if lines:
         raise ConversionError("\n  ".join(["these rules do not fit the PyTorch module:", *lines]))
 
@@ -217,13 +269,14 @@ def _ruled(entry: Entry, trainable: bool) -> PairedTensor:
     )
 
 
-def _misfit(entry: Entry, tensor: Tensor | None) -> str | None:
+def _misfits(entry: Entry, theirs: Mapping[str, Tensor]) -> Iterator[str]:
     names = ", ".join(entry.ours)
-    if tensor is None:
-        return f"{names}: there is no parameter {entry.theirs}"
-    if tensor.shape != entry.shape:
-        return f"{names}: {entry.theirs} is {tensor.shape}, the rule makes {entry.shape}"
-    return None
+    for name, shape in entry.tensors.items():
+        tensor = theirs.get(name)
+        if tensor is None:
+            yield f"{names}: there is no parameter {name}"
+        elif tensor.shape != shape:
+            yield f"{names}: {name} is {tensor.shape}, the rule makes {shape}"
 
 
 class _PairedPart(NamedTuple):

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from flax_attn.convert.match.tree import PARAMETER, Branch, Layer, Tensor, TensorPart
+from flax_attn.convert.match.tree import PARAMETER, STACKED, Branch, Layer, Tensor, TensorPart
 from flax_attn.convert.rules import Shape
 
 
@@ -174,7 +174,7 @@ def own_layers(branch: Branch, path: tuple[str, ...], heads: bool = False) -> li
     parts = _parts(branch.tensors, kind)
     # One axis too many is that of layers stacked along it.
     if parts is None:
-        return _singles(branch.tensors, path, f"stacked {kind.name}")
+        return _singles(branch.tensors, path, f"{STACKED}{kind.name}")
     rest = {name: t for name, t in branch.tensors.items() if name not in kind.roles}
     layers = [Layer(kind.name, path, parts)] if parts else []
     return layers + _singles(rest, path, PARAMETER)

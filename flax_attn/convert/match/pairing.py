@@ -14,7 +14,7 @@ class PairedTensor:
         kind: kind of the layer.
         ours: names on the JAX side, several where PyTorch holds them in one tensor.
         shapes: shapes of the parameters in `ours`.
-        theirs: name on the PyTorch side.
+        theirs: name on the PyTorch side; with `*` for a number, one of ours is a list there.
         shape: shape of the tensor `theirs`.
         pattern: einops pattern from ours to theirs; `""` is the same array.
         evidence: evidence for the pair: the `shape`, the `name`, a `number` in the name, the
@@ -32,6 +32,13 @@ class PairedTensor:
     evidence: str
     axis: int = 0
     trainable: bool = True
+
+    @property
+    def their_names(self) -> list[str]:
+        """The names on the PyTorch side; `*` in `theirs` takes the place of a number."""
+        if "*" not in self.theirs:
+            return [self.theirs]
+        return [self.theirs.replace("*", str(i)) for i in range(self.shape[0])]
 
     def cells(self) -> list[str]:
         """Return the row as text."""

@@ -11,6 +11,8 @@ from flax_attn.convert.rules import Shape
 
 # The kind of a parameter that is an attribute of a user's module.
 PARAMETER = "Parameter"
+# Before the kind of a layer whose parameters are stacked along a first axis.
+STACKED = "stacked "
 # The last is that of a norm whose parameters do not tell which it is.
 NORMS = {"LayerNorm", "RMSNorm", "GroupNorm", "InstanceNorm", "Norm"}
 # Layers of PyTorch whose weights may be read as those of linear layers.

@@ -68,6 +68,15 @@ def _in_each_mode(module: Any) -> dict[Mode, Parts]:
     return {mode: take_apart(module, mode) for mode in get_args(Mode)}
 
 
+def _list_axes(entries: Sequence[Entry]) -> dict[str, int]:
+    """Return the axis that counts the pieces of each parameter that is stored in pieces."""
+    axes = {}
+    for entry in entries:
+        if entry.whole is not None:
+            axes |= dict.fromkeys(entry.whole.ours, entry.whole.list_axis)
+    return axes
+
+
 def _any_float64(*trees: Any) -> bool:
     return any(leaf.dtype == jnp.float64 for leaf in jax.tree.leaves(trees))
 
@@ -106,16 +115,32 @@ class JaxAdapter(ModuleAdapter):
         place: Placed = lambda name, array: array,
     ):
         self.module = module
-        self.entries = list(entries)
         self.device = device
         self.programs = Programs(self._stepped)
         self._place = place
-        self._modes = _in_each_mode(module)
+        self._whole = _in_each_mode(module)
+        self.share(entries)
+        super().__init__(self._whole["eval"].call, call, cached_call, positional)
+
+    def share(self, entries: Sequence[Entry]) -> None:
+        """Take the pairs of parameters; those that are stored in pieces become their pieces."""
+        self.entries = list(entries)
+        self._cut()
         parts = self._modes["eval"]
         # Copies: weights are loaded into them, and the module stays as it is.
         self._params: dict[str, Any] = dict(parts.params)
         self._statistics: dict[str, Any] = dict(parts.statistics)
-        super().__init__(parts.call, call, cached_call, positional)
+
+    def _cut(self) -> None:
+        axes = _list_axes(self.entries)
+        self._modes = {mode: parts.cut(axes) for mode, parts in self._whole.items()}
+
+    @property
+    def whole_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of parameters and running statistics, none in pieces."""
+        parts = self._whole["eval"]
+        arrays = {**parts.params, **parts.statistics}
+        return {name: tuple(array.shape) for name, array in arrays.items()}
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -145,7 +170,8 @@ class JaxAdapter(ModuleAdapter):
         other = copy.copy(self)
         other.module = module
         other.programs = Programs(other._stepped)
-        other._modes = _in_each_mode(module)
+        other._whole = _in_each_mode(module)
+        other._cut()
         return other
 
     def reading(self, float32: Float32) -> JaxAdapter:
@@ -183,9 +209,10 @@ class JaxAdapter(ModuleAdapter):
             names.append(jax.tree_util.keystr(path, simple=True, separator="."))
             return jax.device_put(after)
 
-        for mode, parts in self._modes.items():
+        for mode, parts in self._whole.items():
             rest = jax.tree_util.tree_map_with_path(replaced, parts.rest)
-            self._modes[mode] = parts._replace(rest=rest)
+            self._whole[mode] = parts._replace(rest=rest)
+        self._cut()
         return names[0].removesuffix(".value") if names else ""
 
     @property

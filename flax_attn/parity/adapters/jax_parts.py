@@ -11,11 +11,14 @@ import jax.numpy as jnp
 from flax import linen, nnx
 
 from flax_attn.convert.api import naming
+from flax_attn.convert.rules import piece_name
 from flax_attn.parity.adapters.adapter import Mode, PairingError
 from flax_attn.parity.adapters.module_adapter import check_kind
 
 # The collections of Linen that a PyTorch module has as well.
 _SHARED = ("params", "batch_stats")
+# A function of a module that returns its running statistics and the rest of its state.
+State = Callable[[Any], tuple[dict[str, jax.Array], Any]]
 
 
 class Parts(NamedTuple):
@@ -37,7 +40,53 @@ class Parts(NamedTuple):
     rest: Any
     build: Callable[[Mapping[str, jax.Array], Any], Any]
     call: Callable
-    state: Callable[[Any], tuple[dict[str, jax.Array], Any]] | None = None
+    state: State | None = None
+
+    def cut(self, axes: Mapping[str, int]) -> Parts:
+        """Return the parts with some parameters in pieces, one for each index of an axis.
+
+        Args:
+            axes: the axis that counts the pieces, by the name of the parameter.
+        """
+        if not axes:
+            return self
+        arrays = {**self.params, **self.statistics}
+        names = {name: list(_cut({name: arrays[name]}, axes)) for name in axes}
+
+        def build(arrays: Mapping[str, jax.Array], rest: Any) -> Any:
+            whole = dict(arrays)
+            for name, pieces in names.items():
+                own = [whole.pop(piece) for piece in pieces]
+                whole[name] = jnp.stack(own, axes[name])
+            return self.build(whole, rest)
+
+        return self._replace(
+            params=_cut(self.params, axes),
+            statistics=_cut(self.statistics, axes),
+            build=build,
+            state=self.state and _cutting(self.state, axes),
+        )
+
+
+def _cutting(state: State, axes: Mapping[str, int]) -> State:
+    """Return a function of the state of a module that cuts the running statistics."""
+
+    def cut(module: Any) -> tuple[dict[str, jax.Array], Any]:
+        statistics, rest = state(module)
+        return _cut(statistics, axes), rest
+
+    return cut
+
+
+def _cut(arrays: Mapping[str, jax.Array], axes: Mapping[str, int]) -> dict[str, jax.Array]:
+    found = {}
+    for name, array in arrays.items():
+        if name not in axes:
+            found[name] = array
+            continue
+        for i, piece in enumerate(jnp.moveaxis(array, axes[name], 0)):
+            found[piece_name(name, i)] = piece
+    return found
 
 
 def take_apart(module: Any, mode: Mode = "eval") -> Parts:

@@ -217,7 +217,7 @@ def save(report: Report, folder: str | PathLike[str]) -> Path:
         "version": report.environment.get("flax-attn", "of an unknown version"),
         "environment": report.environment,
         "checks": [check.name for check in report.checks if check.ran],
-        "rules": [_rule(entry) for entry in report.pair.entries],
+        "rules": list(_rules(report.pair.entries)),
     }
     report.pair.torch.save(path, report.pair.inputs, about)
     return path
@@ -270,8 +270,11 @@ def _leaves(name: str, value: Any) -> Iterator[bytes]:
         yield f"{name}={value!r}".encode()
 
 
-def _rule(entry: Entry) -> tuple[Sequence[str], str, str, int]:
-    return entry.ours, entry.theirs, entry.rule.pattern, entry.rule.axis
+def _rules(entries: Sequence[Entry]) -> Iterator[tuple[Sequence[str], str, str, int]]:
+    """Yield the rule of each entry; of the pieces of one, its own once."""
+    whole = {(entry.whole or entry).theirs: entry.whole or entry for entry in entries}
+    for entry in whole.values():
+        yield entry.ours, entry.theirs, entry.rule.pattern, entry.rule.axis
 
 
 def _read(path: Path) -> tuple[Arrays, dict[str, Any]]:

@@ -4,7 +4,7 @@ A table that several layers take is wrong in each of them, so that no single val
 makes the outputs agree. The tables themselves do, all of them put in at once.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 
 import numpy as np
@@ -18,18 +18,39 @@ from flax_attn.parity.trace.program import Node, Program
 
 # An array of JAX, all nodes that hold it, the node of PyTorch that stands for it, and its value.
 Replaced = tuple[list[Node], Node, np.ndarray]
+# What differs, and the alignment without it.
+Found = tuple[tuple[Hypothesis, ...], Alignment]
+# A function of a run that returns all nodes that hold each of its tables.
+Tables = Callable[[Program], list[list[Node]]]
 # The tables of one size, each of which may be the one.
 MOST = 24
 
 
 def with_torch_constants(
     alignment: Alignment,
-) -> tuple[tuple[Hypothesis, ...], Alignment] | None:
+) -> Found | None:
     """Return the tables that differ, and the alignment with those of PyTorch in their place.
 
     It is None where no more values agree with them than without.
     """
-    choices = _choices(alignment)
+    most = None
+    for tables in _tables, _sources:
+        found = _with_torch_tables(alignment, tables)
+        if found is not None and (most is None or _says_more(found, most)):
+            most = found
+    return most
+
+
+def _says_more(found: Found, other: Found) -> bool:
+    """Whether more values agree with some tables than with others, or as many with fewer."""
+    (hypotheses, alignment), (others, without) = found, other
+    more = len(alignment.flax_of) - len(without.flax_of)
+    return more > 0 or (more == 0 and len(hypotheses) < len(others))
+
+
+def _with_torch_tables(alignment: Alignment, tables: Tables) -> Found | None:
+    ours, theirs = tables(alignment.flax), tables(alignment.torch)
+    choices = _choices(ours, theirs)
     if not choices:
         return None
     replaced, changed = _chosen(alignment, choices)
@@ -45,17 +66,17 @@ def with_torch_constants(
     for nodes, torch, value in replaced:
         # Of masks that hide and that show the same, the numbers of True differ.
         opposite = value.dtype.kind == "b" and _once(value).sum() != _once(torch.value).sum()
-        meant = _meant(alignment, nodes[0], torch)
+        meant = _meant(alignment, nodes[0], torch, theirs)
         hypotheses.append(of_constants(alignment, nodes[0], meant, bool(opposite)))
     return grouped_by_kind(hypotheses), changed
 
 
-def _meant(alignment: Alignment, table: Node, torch: Node) -> Node:
+def _meant(alignment: Alignment, table: Node, torch: Node, theirs: Sequence[list[Node]]) -> Node:
     """Return the node that PyTorch computes with where JAX does with a table.
 
     Several layers may hold the same numbers.
     """
-    (equal,) = [nodes for nodes in _tables(alignment.torch) if torch in nodes]
+    (equal,) = [nodes for nodes in theirs if torch in nodes]
     quantities = alignment.quantities
     beside = cone(alignment.flax.users[table][:1], quantities)
     known = [quantities.get(operand, 0) for node in beside for operand in node.operands]
@@ -88,14 +109,12 @@ def _chosen(
     return replaced, changed
 
 
-def _choices(alignment: Alignment) -> list[list[Replaced]]:
+def _choices(ours: Sequence[list[Node]], theirs: Sequence[list[Node]]) -> list[list[Replaced]]:
     """Return the tables that JAX alone has, each with those of PyTorch that may be meant.
 
     First comes the nearest that PyTorch alone has, then the nearest of all: what is wrong in one
     layer may be right in another.
     """
-    ours = _tables(alignment.flax)
-    theirs = _tables(alignment.torch)
     unknown = [nodes for nodes in ours if not _nearest(nodes[0].value, theirs, exact=True)]
     left = [nodes for nodes in theirs if not _nearest(nodes[0].value, ours, exact=True)]
     found = []
@@ -112,15 +131,27 @@ def _choices(alignment: Alignment) -> list[list[Replaced]]:
 
 def _tables(program: Program) -> list[list[Node]]:
     """Return the arrays that depend on no input and that the run computes with, each once."""
-    tables: dict[tuple, dict[Node, None]] = {}
+    used = []
     for node in program.nodes:
-        if node not in program.depending:
-            continue
-        for operand in node.operands:
-            if operand not in program.depending and not operand.constant:
-                value = operand.value
-                key = value.shape, value.dtype.str, value.tobytes()
-                tables.setdefault(key, {})[operand] = None
+        if node in program.depending:
+            used += [operand for operand in node.operands if operand not in program.depending]
+    return _each_once(used)
+
+
+def _sources(program: Program) -> list[list[Node]]:
+    """Return the arrays that tables are made of, such as one that a table is a slice of."""
+    sources = [node for node in program.nodes if not node.operands]
+    return _each_once(node for node in sources if node not in program.depending)
+
+
+def _each_once(nodes: Iterable[Node]) -> list[list[Node]]:
+    """Return the nodes that hold each array, but numbers."""
+    tables: dict[tuple, dict[Node, None]] = {}
+    for node in nodes:
+        if not node.constant:
+            value = node.value
+            key = value.shape, value.dtype.str, value.tobytes()
+            tables.setdefault(key, {})[node] = None
     return [list(nodes) for nodes in tables.values()]
 
 

@@ -6,6 +6,7 @@ in a helper function that NumPy computes, at the top of a file. These are read f
 
 import ast
 from collections import deque
+from collections.abc import Collection, Sequence
 
 from flax_attn.parity.trace.program import Place, in_library
 from flax_attn.parity.trace.source_files import (
@@ -15,6 +16,7 @@ from flax_attn.parity.trace.source_files import (
     Source,
     arguments_of,
     classes_of,
+    given_to_loop,
     imported_function,
     source_of,
 )
@@ -76,8 +78,10 @@ def definitions(place: Place) -> tuple[Place, ...]:
 class _Definitions:
     """Follows the names in an expression to the statements that define them."""
 
-    def __init__(self) -> None:
+    def __init__(self, around: Collection[tuple[Function, str]] = ()) -> None:
         self.places: list[Place] = []
+        # The parameters of functions that are followed to what they are given.
+        self.around = set(around)
         self.seen: set[ast.AST] = set()
         self.waiting: deque[tuple[ast.AST, Scope]] = deque()
 
@@ -234,12 +238,29 @@ class _Definitions:
         is_constructor = scope.owner is not None and function.name in CONSTRUCTORS
         given = list(arguments_of(name, function, scope))
         default = default_of(function, name)
-        # What a module is called with are the inputs.
-        if not given and not is_constructor and default is None:
-            raise _InputsError
-        for argument, outer in given:
-            if is_constructor and not isinstance(argument, ast.Name):
-                self._define(outer.source.statement_around(argument), outer.source)
-            self.waiting.append((argument, outer))
         if not given and default is not None:
             self.places.append(Place(scope.source.file, default.lineno))
+            return
+        if is_constructor:
+            for argument, outer in given:
+                if not isinstance(argument, ast.Name):
+                    self._define(outer.source.statement_around(argument), outer.source)
+                self.waiting.append((argument, outer))
+            return
+        given = given or list(given_to_loop(function, scope))
+        followed = function, name
+        # What a function gives itself says nothing new.
+        self._any_of([] if followed in self.around else given, followed)
+
+    def _any_of(
+        self, given: Sequence[tuple[ast.expr, Scope]], followed: tuple[Function, str]
+    ) -> None:
+        """Follow those of several expressions that do not depend on inputs."""
+        found = []
+        for argument, outer in given:
+            inner = _Definitions({*self.around, followed})
+            found += inner.of(argument, outer)
+        # What a module is called with are the inputs.
+        if not found:
+            raise _InputsError
+        self.places += found

@@ -6,11 +6,14 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 from flax_attn.parity.trace.definitions import definitions
 from flax_attn.parity.trace.program import Node, Place
 
+# Lines of source of one side that are named.
+SHOWN = 3
 # Numbers that count layers, or bound a slice.
 COUNTED = re.compile(r"(?<=\.)\d+(?=\.)|\[[^\]]*\]|_\d+\b")
 
@@ -45,8 +48,11 @@ class Side:
 
     @cached_property
     def definitions(self) -> tuple[Place, ...]:
-        """The lines that define the constants which the first line reads, the nearest first."""
-        return definitions(self.places[0]) if self.places else ()
+        """The lines that define the constants which the first lines read, the nearest first."""
+        shown = self.places[:SHOWN]
+        lines = [(place.file, place.line) for place in shown]
+        defined = dict.fromkeys(chain.from_iterable(map(definitions, shown)))
+        return tuple(place for place in defined if (place.file, place.line) not in lines)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the side for JSON."""

@@ -28,10 +28,12 @@ class Scope:
     Args:
         stack: names of the scopes around it.
         place: place of the operation that calls it.
+        frames: files and lines from which that operation was traced, the innermost first.
     """
 
     stack: str = ""
     place: Place | None = None
+    frames: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass
@@ -212,8 +214,11 @@ def scope_of(eqn: Any, outer: Scope) -> Scope:
     modules = MODULE.findall(stack)
     module = modules[-1] if modules else ""
     # Submodules are called through the scope that names them.
-    frames = [frame for frame in frames_of(eqn) if frame[0] != scopes.__file__]
-    return Scope(stack, place_of(frames, module) or outer.place)
+    frames = tuple(frame for frame in frames_of(eqn) if frame[0] != scopes.__file__)
+    # JAX forgets what is around an inner program, such as a step of a scan.
+    if frames[-1:] != outer.frames[-1:]:
+        frames += outer.frames
+    return Scope(stack, place_of(frames, module) or outer.place, frames)
 
 
 def jax_program(function: Callable[..., Any], sources: Mapping[str, Any]) -> Program:

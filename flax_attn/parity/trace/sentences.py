@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flax_attn.parity.listed import listed
-from flax_attn.parity.trace.hypothesis import Hypothesis, Side
+from flax_attn.parity.trace.hypothesis import SHOWN, Hypothesis, Side
 from flax_attn.parity.trace.notation import LONGEST
 from flax_attn.parity.trace.program import Place
 
@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
 # Submodules with the same difference that are named.
 NAMED = 3
-# Lines of source of one side that are named.
-SHOWN = 3
 # Lines of one side that define constants.
 DEFINED = 8
 # What differs as a whole expression.

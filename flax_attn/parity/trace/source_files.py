@@ -14,6 +14,8 @@ from flax_attn.parity.trace.syntax import Function, expressions, given_to, last_
 CONSTRUCTORS = ("__init__", "__post_init__", "setup")
 # Methods that run where a module is called like a function.
 CALLED = ("__call__", "forward")
+# Functions of JAX that run another one again and again.
+LOOPS = ("scan", "map", "fori_loop", "while_loop")
 # File and line of each call around a line, from the inside out.
 Callers = tuple[tuple[str, int], ...]
 
@@ -128,24 +130,49 @@ def arguments_of(name: str, function: Function, scope: Scope) -> Iterator[tuple[
             if argument is not None:
                 yield argument, scope.source.scope(scope.source.statement_around(call))
         return
-    if not scope.callers:
+    callers = list(scope.callers)
+    # A function inside is called from the one around it, as a step of a scan is.
+    while callers and _is_inside(callers[0], function, scope.source):
+        callers.pop(0)
+    if not callers:
         return
-    (file, line), *outer = scope.callers
+    (file, line), *outer = callers
     source = source_of(file)
     statement = source.statement(line) if source else None
     if source is None or statement is None:
         return
     for expression in expressions(statement):
         for call in ast.walk(expression):
-            if isinstance(call, ast.Call) and _may_call(call, function):
+            if isinstance(call, ast.Call) and _may_call(call, function, source):
                 argument = given_to(call, name, function)
                 if argument is not None:
                     yield argument, source.scope(statement, tuple(outer))
 
 
-def _may_call(call: ast.Call, function: Function) -> bool:
+def given_to_loop(function: Function, scope: Scope) -> Iterator[tuple[ast.expr, Scope]]:
+    """Yield what a loop of JAX is given whose step a function is, such as what a scan runs over."""
+    for call in ast.walk(scope.source.tree):
+        if not isinstance(call, ast.Call) or last_name(call.func) not in LOOPS:
+            continue
+        names = [argument.id for argument in call.args if isinstance(argument, ast.Name)]
+        if function.name in names:
+            outer = scope.source.scope(scope.source.statement_around(call), scope.callers)
+            for argument in call.args:
+                yield argument, outer
+
+
+def _is_inside(caller: tuple[str, int], function: Function, source: Source) -> bool:
+    file, line = caller
+    return file == source.file and function.lineno <= line <= (function.end_lineno or line)
+
+
+def _may_call(call: ast.Call, function: Function, source: Source) -> bool:
     """Whether a call in a line that called a function may be the one."""
-    return function.name in CALLED or last_name(call.func) == function.name
+    name = last_name(call.func)
+    if function.name not in CALLED:
+        return name == function.name
+    # A module is called like a function, and is none.
+    return not (isinstance(call.func, ast.Name) and name in source.functions)
 
 
 def imported_function(file: str, name: str) -> tuple[Function, Source] | None:

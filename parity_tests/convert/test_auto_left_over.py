@@ -1,0 +1,252 @@
+"""`convert.auto` pairs parameters of a user's own with those of layers, single or in a list."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from flax import linen, nnx
+from torch import nn
+
+from flax_attn import convert
+from flax_attn.convert import ConversionError, Rule, load_state_dict, state_dict
+from flax_attn.convert.match.auto import possible_pairings
+
+R = nnx.Rngs(0)
+D, H, EXPERTS = 4, 6, 3
+ZEROS = {"kernel_init": nnx.initializers.zeros, "rngs": R}
+
+
+class Flax(nnx.Module):
+    def __init__(self, **parts):
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+
+class Torch(nn.Module):
+    def __init__(self, **parts):
+        super().__init__()
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+
+def params(**shapes):
+    return Flax(**{name: nnx.Param(jnp.zeros(shape)) for name, shape in shapes.items()})
+
+
+def expert(up="up", down="down"):
+    return Torch(**{up: nn.Linear(D, H), down: nn.Linear(H, D)})
+
+
+def experts(**names):
+    return nn.ModuleList(expert(**names) for _ in range(EXPERTS))
+
+
+def stacked(up="w_up", up_bias="b_up", down="w_down", down_bias="b_down", width=H):
+    return {
+        up: (EXPERTS, D, width),
+        up_bias: (EXPERTS, width),
+        down: (EXPERTS, width, D),
+        down_bias: (EXPERTS, D),
+    }
+
+
+def partners(ours, theirs, **options):
+    rows = convert.auto(ours, theirs, **options).rows
+    return {row.theirs: (*row.ours, row.pattern) for row in rows}
+
+
+def lines(ours, theirs, **options):
+    with pytest.raises(ConversionError) as caught:
+        convert.auto(ours, theirs, **options)
+    return str(caught.value).splitlines()
+
+
+EXPECTED = {
+    "experts.*.up.weight": ("w_up", "e i o -> e o i"),
+    "experts.*.up.bias": ("b_up", ""),
+    "experts.*.down.weight": ("w_down", "e i o -> e o i"),
+    "experts.*.down.bias": ("b_down", ""),
+}
+
+
+def test_stacked_parameters_are_the_layers_of_a_list():
+    assert partners(params(**stacked()), Torch(experts=experts())) == EXPECTED
+
+
+def test_the_weights_of_a_list_are_loaded_and_stored():
+    theirs = Torch(experts=experts())
+    ours = params(**stacked())
+    pairing = convert.auto(ours, theirs)
+    load_state_dict(ours, theirs.state_dict(), pairing)
+    for i, one in enumerate(theirs.experts):
+        np.testing.assert_array_equal(ours.w_up[i], one.up.weight.detach().numpy().T)
+        np.testing.assert_array_equal(ours.b_down[i], one.down.bias.detach().numpy())
+    back = state_dict(ours, pairing)
+    assert back.keys() == theirs.state_dict().keys()
+    for name, tensor in theirs.state_dict().items():
+        np.testing.assert_array_equal(back[name], tensor.numpy())
+
+
+def test_numbers_tell_stacked_parameters_apart():
+    theirs = Torch(experts=experts(up="fc1", down="fc2"))
+    found = partners(params(**stacked("w1", "b1", "w2", "b2")), theirs)
+    assert {name: own for name, (own, _) in found.items()} == {
+        "experts.*.fc1.weight": "w1",
+        "experts.*.fc1.bias": "b1",
+        "experts.*.fc2.weight": "w2",
+        "experts.*.fc2.bias": "b2",
+    }
+
+
+def test_experts_in_several_blocks():
+    def block():
+        return Flax(norm=nnx.LayerNorm(D, rngs=R), moe=params(**stacked()))
+
+    def torch_block():
+        return Torch(norm=nn.LayerNorm(D), moe=Torch(experts=experts()))
+
+    # As many blocks as experts: the inner number is that of the list.
+    count = EXPERTS
+    ours = Flax(blocks=nnx.List([block() for _ in range(count)]))
+    theirs = Torch(layers=nn.ModuleList(torch_block() for _ in range(count)))
+    found = partners(ours, theirs)
+    assert found["layers.1.moe.experts.*.down.weight"] == ("blocks.1.moe.w_down", "e i o -> e o i")
+    assert found["layers.2.norm.weight"] == ("blocks.2.norm.scale", "")
+    assert len(found) == count * 6
+
+
+def test_a_list_of_ours_is_one_parameter_of_theirs():
+    linear = [nnx.Linear(D, H, use_bias=False, **ZEROS) for _ in range(EXPERTS)]
+    ours = Flax(experts=nnx.List([Flax(up=one) for one in linear]))
+    weight = torch.randn(EXPERTS, H, D)
+    theirs = Torch(experts=Torch(up=nn.Parameter(weight)))
+    pairing = convert.auto(ours, theirs)
+    load_state_dict(ours, theirs.state_dict(), pairing)
+    for one, wanted in zip(linear, weight.numpy(), strict=True):
+        np.testing.assert_array_equal(one.kernel[...], wanted.T)
+
+
+def test_stacked_parameters_of_both_sides_may_lie_in_two_ways():
+    ours = params(w_up=(EXPERTS, D, H))
+    theirs = Torch(up=nn.Parameter(torch.zeros(EXPERTS, H, D)))
+    assert partners(ours, theirs) == {"up": ("w_up", "s0 i o -> s0 o i")}
+
+
+@pytest.mark.parametrize(
+    ("shape", "theirs", "pattern"),
+    [
+        ((D, H), nn.Linear(D, H), "i o -> o i"),
+        ((H, D), nn.Linear(D, H), ""),
+        ((3, D, H), nn.Conv1d(D, H, 3), "s0 i o -> o i s0"),
+        ((H, D), nn.Embedding(H, D), ""),
+    ],
+    ids=["turned", "same", "convolution", "embedding"],
+)
+def test_a_parameter_of_ones_own_is_the_weight_of_a_layer(shape, theirs, pattern):
+    own = {"w": shape} if isinstance(theirs, nn.Embedding) else {"w": shape, "b": (H,)}
+    found = partners(params(**own), Torch(layer=theirs))
+    assert found["layer.weight"] == ("w", pattern)
+    assert ("layer.bias" in found) == ("b" in own)
+
+
+def test_heads_that_are_an_axis_of_ones_own():
+    ours = params(w_q=(D, 2, 3), w_k=(2, D, 3), w_o=(2, 3, D), b_q=(2, 3))
+    theirs = Torch(
+        q_proj=nn.Linear(D, H), k_proj=nn.Linear(D, H, bias=False), o_proj=nn.Linear(H, D, False)
+    )
+    assert partners(ours, theirs) == {
+        "q_proj.weight": ("w_q", "i n h -> (n h) i"),
+        "q_proj.bias": ("b_q", "n h -> (n h)"),
+        "k_proj.weight": ("w_k", "n i h -> (n h) i"),
+        "o_proj.weight": ("w_o", "n h o -> o (n h)"),
+    }
+
+
+def test_whether_a_square_matrix_is_transposed_is_not_guessed():
+    theirs = Torch(first=nn.Linear(D, D, bias=False))
+    ours = params(w_first=(D, D))
+    found = lines(ours, theirs)
+    assert found[1] == (
+        "  flax w_first (4, 4) may be torch first.weight (4, 4) by i o -> o i or as it is"
+    )
+    patterns = [pairing.rows[0].pattern for pairing in possible_pairings(ours, theirs)]
+    assert patterns == ["i o -> o i", ""]
+
+
+def test_a_kernel_lies_as_those_of_flax_do():
+    found = partners(params(kernel=(D, D)), Torch(fc=nn.Linear(D, D, bias=False)))
+    assert found == {"fc.weight": ("kernel", "i o -> o i")}
+
+
+def test_names_that_say_nothing_are_not_settled_by_order():
+    theirs = Torch(experts=experts(up="foo", down="bar"))
+    found = lines(params(**stacked("w_in", "b_in", "w_out", "b_out")), theirs)
+    assert "  no partner for flax w_in (3, 4, 6)" in found
+
+
+def test_a_scale_is_no_bias():
+    found = lines(params(scale=(D,)), Torch(fc=nn.Linear(D, D)), rules=[])
+    assert "  no partner for flax scale (4,)" in found
+
+
+def test_layers_that_equinox_has_stacked():
+    keys = jax.random.split(jax.random.key(0), EXPERTS)
+    layers = eqx.filter_vmap(lambda key: eqx.nn.Linear(D, H, key=key))(keys)
+    theirs = nn.ModuleList(nn.Linear(D, H) for _ in range(EXPERTS))
+    found = partners({"layers": layers}, Torch(layers=theirs))
+    assert found == {"layers.*.weight": ("layers.weight", ""), "layers.*.bias": ("layers.bias", "")}
+
+
+class Scanned(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        over = linen.scan(
+            Body, variable_axes={"params": 0}, split_rngs={"params": True}, length=EXPERTS
+        )
+        return over(name="layers")(x, None)[0]
+
+
+class Body(linen.Module):
+    @linen.compact
+    def __call__(self, x, _):
+        return linen.LayerNorm(name="norm")(linen.Dense(D, name="fc")(x)), None
+
+
+def test_layers_that_linen_has_scanned():
+    module = Scanned()
+    x = jnp.zeros((2, D), jnp.float32)
+    bound = module.bind(module.init(jax.random.key(0), x))
+    theirs = [Torch(norm=nn.LayerNorm(D), fc=nn.Linear(D, D)) for _ in range(EXPERTS)]
+    found = partners(bound, Torch(layers=nn.ModuleList(theirs)))
+    assert found == {
+        "layers.*.norm.weight": ("layers.norm.scale", ""),
+        "layers.*.norm.bias": ("layers.norm.bias", ""),
+        "layers.*.fc.weight": ("layers.fc.kernel", "e i o -> e o i"),
+        "layers.*.fc.bias": ("layers.fc.bias", ""),
+    }
+
+
+def test_rules_of_lists():
+    rule = Rule(("w_up",), "experts.*.up.weight", "e i o -> e o i")
+    assert partners(params(**stacked()), Torch(experts=experts()), rules=[rule]) == {
+        **EXPECTED,
+        "experts.*.up.weight": ("w_up", "e i o -> e o i"),
+    }
+
+
+def test_rules_of_lists_that_do_not_fit():
+    rules = [Rule(("w_up",), "experts.*.up.weight"), Rule(("b_up",), "experts.*.up.foo")]
+    found = lines(params(**stacked()), Torch(experts=experts()), rules=rules)
+    assert found[1] == "  w_up: experts.0.up.weight is (6, 4), the rule makes (4, 6)"
+    assert "  b_up: there is no parameter experts.2.up.foo" in found
+
+
+def test_a_rule_that_finds_no_parameter():
+    rule = Rule(("w_upp",), "experts.*.up.weight")
+    found = lines(params(**stacked()), Torch(experts=experts()), rules=[rule])
+    assert found == [
+        "these rules find no parameters of the Flax module:",
+        "  w_upp (nearest: w_up)",
+    ]
