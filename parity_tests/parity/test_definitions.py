@@ -60,6 +60,40 @@ class Model(nn.Module):
     def __init__(self):
         super().__init__()
         self.layer = Layer(32, 4, Config())
+
+
+TIMES = (0.0, 0.5, 1.0)
+DILATIONS = (1, 2, 4)
+
+
+def features(length):
+    return np.cos(np.arange(length) / 7)
+
+
+def solve(y, times):
+    def step(y, at):
+        start, size = at
+        return y + size * start, y  # in a step
+
+    at = np.asarray(times), np.diff(times)
+    return jax.lax.scan(step, y, at)
+
+
+class Wave(nn.Module):
+    def __init__(self):
+        norm = lambda: nn.LayerNorm(8, eps=1e-4)
+        self.first, self.last = norm(), norm()
+        self.length = 9
+        self.convs = [nn.Conv1d(8, 8, 2, dilation=d) for d in DILATIONS]
+
+    def __call__(self, count):
+        z = features(self.length)[:count]
+        return self.last(z)  # made by a helper
+
+    def solved(self, x, count):
+        y = solve(self.first(x), TIMES)
+        y = rotate(y, self(min(x.shape[1], count)))
+        return self.convs[0](y)  # a convolution
 '''
 LINES = SOURCE.splitlines()
 
@@ -77,7 +111,8 @@ def defined(tmp_path):
     file.write_text(SOURCE)
 
     def find(text, module="", called_in=None):
-        callers = () if called_in is None else ((str(file), line(called_in)),)
+        around = [called_in] if isinstance(called_in, str) else called_in or ()
+        callers = tuple((str(file), line(one)) for one in around)
         place = Place(str(file), line(text), module, callers)
         return [LINES[found.line - 1].strip() for found in definitions(place)]
 
@@ -123,6 +158,37 @@ def test_a_field_of_a_configuration_and_an_attribute_of_a_base(defined):
 def test_the_settings_of_a_layer_are_those_of_an_operation_inside_it(defined):
     assert defined("# normed", module="model.norm")[0].startswith("self.norm = nn.LayerNorm")
     assert defined("# normed", module="model") == []
+
+
+def test_what_a_scan_runs_over(defined):
+    around = ["return jax.lax.scan(step, y, at)", "y = solve(self.first(x), TIMES)"]
+    found = defined("# in a step", called_in=around)
+    assert found == [
+        "start, size = at",
+        "at = np.asarray(times), np.diff(times)",
+        "TIMES = (0.0, 0.5, 1.0)",
+    ]
+
+
+def test_a_module_is_given_what_its_own_call_is_given(defined):
+    found = defined("# made by a helper", called_in="y = rotate(y, self(min(x.shape[1], count)))")
+    wanted = {
+        "z = features(self.length)[:count]",
+        "return np.cos(np.arange(length) / 7)",
+        "self.length = 9",
+    }
+    assert wanted <= set(found)
+
+
+def test_a_layer_that_a_function_of_the_constructor_makes(defined):
+    found = defined("# made by a helper", module="wave.last")
+    assert "norm = lambda: nn.LayerNorm(8, eps=1e-4)" in found
+
+
+def test_what_a_comprehension_goes_through(defined):
+    found = defined("# a convolution", module="wave.convs.0")
+    assert found[0].startswith("self.convs = ")
+    assert "DILATIONS = (1, 2, 4)" in found
 
 
 def test_a_line_that_cannot_be_read_has_none(tmp_path):

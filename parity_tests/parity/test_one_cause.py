@@ -165,3 +165,55 @@ def test_what_a_function_is_given_has_not_the_name_of_what_it_returns(differ):
     (one,) = differ(flax, theirs, X, (D, D), (D, D)).hypotheses
     assert one.flax.value == "wave"
     assert one.torch.value == "cos(input 0)"
+
+
+KNOTS = np.linspace(-2, 2, 8)
+
+
+def spline(x, t, where):
+    """Two steps of the recursion of Cox and de Boor over knots, slices of one table."""
+    x = x[..., None]
+    basis = where((t[..., :-1] <= x) & (x < t[..., 1:]), 1.0, 0.0)
+    for k in (1, 2):
+        rising = (x - t[..., : -k - 1]) / (t[..., k:-1] - t[..., : -k - 1])
+        falling = (t[..., k + 1 :] - x) / (t[..., k + 1 :] - t[..., 1:-k])
+        basis = rising * basis[..., :-1] + falling * basis[..., 1:]
+    return basis.sum(-1)
+
+
+class Splines(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("grid", torch.from_numpy(KNOTS).expand(D, -1).contiguous())
+
+    def forward(self, x):
+        for _ in range(2):
+            x = x + spline(torch.sin(x), self.grid, torch.where)
+        return x
+
+
+@pytest.mark.parametrize("knots", [2 * KNOTS, KNOTS + 0.25], ids=["wider", "shifted"])
+def test_a_table_that_many_slices_are_taken_of_is_one_difference(knots, differ):
+    def flax(x):
+        for _ in range(2):
+            x = x + spline(jnp.sin(x), jnp.asarray(knots), jnp.where)
+        return x
+
+    found = differ(flax, Splines(), X)
+    assert found.repaired, str(found)
+    (one,) = found.hypotheses
+    assert (one.flax.value[:8], one.torch.value) == ("array 8 ", "grid"), str(found)
+
+
+def test_flags_that_stand_for_numbers_stay_flags(differ):
+    def flax(x):
+        inside = (jnp.sin(x) > -0.5) & (x > -1) & (x < 1)
+        return jnp.where(inside, 1, 0).astype(x.dtype) * jnp.cos(x)
+
+    def theirs(x):
+        inside = (x.sin() > -0.5).to(x.dtype)
+        return inside * x.cos()
+
+    found = differ(flax, theirs, X)
+    assert found.repaired, str(found)
+    assert found.hypotheses

@@ -25,6 +25,7 @@ from flax_attn.parity.trace.syntax import (
     Function,
     default_of,
     expressions,
+    iterated_by,
     last_assigned,
     last_name,
     layers_called,
@@ -127,6 +128,11 @@ class _Definitions:
                 return
             case ast.Name(id=name):
                 self._name(name, scope)
+            case ast.Slice(lower=lower, upper=upper):
+                # How much is taken may depend on inputs; the numbers do not.
+                for bound in filter(None, (lower, upper)):
+                    self.places += _Definitions(self.around).of(bound, scope)
+                return
         for child in ast.iter_child_nodes(node):
             self.waiting.append((child, scope))
 
@@ -183,6 +189,11 @@ class _Definitions:
                 self._attribute(name, scope)
                 return
         name = last_name(function)
+        # Such as a lambda of the function around.
+        local = [last_assigned(name, outer, scope.line) for outer in scope.functions]
+        if isinstance(function, ast.Name) and any(local):
+            self._name(name, scope)
+            return
         own = scope.source.functions.get(name)
         if own is not None:
             self._body(own, scope.source)
@@ -216,6 +227,8 @@ class _Definitions:
         """Follow a variable to where it is assigned, in the functions around it or at the top."""
         if name in RANDOM:
             return
+        for iterated in iterated_by(name, scope.statement):
+            self.waiting.append((iterated, scope))
         for function in scope.functions:
             assigned = last_assigned(name, function, scope.line)
             if assigned:
@@ -247,7 +260,7 @@ class _Definitions:
                     self._define(outer.source.statement_around(argument), outer.source)
                 self.waiting.append((argument, outer))
             return
-        given = given or list(given_to_loop(function, scope))
+        given = given or list(given_to_loop(name, function, scope))
         followed = function, name
         # What a function gives itself says nothing new.
         self._any_of([] if followed in self.around else given, followed)

@@ -240,7 +240,7 @@ class Program:
             until: last operation that runs again; None is all.
             fixed: nodes that keep their values.
         """
-        changed = dict(replaced)
+        changed = {node: _as_kind(value, node.value) for node, value in replaced.items()}
         again = islice(self.downstream(replaced), most)
         for node in again:
             if until is not None and node.order > until.order:
@@ -253,6 +253,15 @@ class Program:
                 operands.append(changed.get(operand, value))
             changed[node] = node.compute(operands)
         return changed
+
+
+def _as_kind(value: np.ndarray, before: np.ndarray) -> np.ndarray:
+    """Return a value as one of flags, or of whole numbers, where that is what it replaces."""
+    if before.dtype.kind in (value.dtype.kind, "f"):
+        return value
+    # One that is not finite is some whole number.
+    with np.errstate(invalid="ignore"):
+        return value.astype(before.dtype)
 
 
 def unprefixed(name: str) -> str:

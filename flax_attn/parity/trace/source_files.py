@@ -9,13 +9,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from flax_attn.parity.trace.program import in_library
-from flax_attn.parity.trace.syntax import Function, expressions, given_to, last_name
+from flax_attn.parity.trace.syntax import Function, expressions, given_to, last_name, parameters
 
 CONSTRUCTORS = ("__init__", "__post_init__", "setup")
 # Methods that run where a module is called like a function.
 CALLED = ("__call__", "forward")
-# Functions of JAX that run another one again and again.
-LOOPS = ("scan", "map", "fori_loop", "while_loop")
+# Functions of JAX that run another one again and again: what gives each parameter of that one its
+# values, as the place and the name of an argument.
+LOOPS = {
+    "scan": ((1, "init"), (2, "xs")),
+    "map": ((1, "xs"),),
+    "fori_loop": (None, (3, "init_val")),
+    "while_loop": ((2, "init_val"),),
+}
 # File and line of each call around a line, from the inside out.
 Callers = tuple[tuple[str, int], ...]
 
@@ -37,6 +43,11 @@ class Scope:
     owner: ast.ClassDef | None
     line: int
     callers: Callers = ()
+
+    @property
+    def statement(self) -> ast.stmt | None:
+        """The statement in the line."""
+        return self.source.statement(self.line)
 
 
 class Source:
@@ -149,15 +160,20 @@ def arguments_of(name: str, function: Function, scope: Scope) -> Iterator[tuple[
                     yield argument, source.scope(statement, tuple(outer))
 
 
-def given_to_loop(function: Function, scope: Scope) -> Iterator[tuple[ast.expr, Scope]]:
-    """Yield what a loop of JAX is given whose step a function is, such as what a scan runs over."""
+def given_to_loop(name: str, function: Function, scope: Scope) -> Iterator[tuple[ast.expr, Scope]]:
+    """Yield what a loop of JAX gives to a parameter of its step, such as what a scan runs over."""
+    at = parameters(function).index(name)
     for call in ast.walk(scope.source.tree):
-        if not isinstance(call, ast.Call) or last_name(call.func) not in LOOPS:
+        if not isinstance(call, ast.Call):
             continue
-        names = [argument.id for argument in call.args if isinstance(argument, ast.Name)]
-        if function.name in names:
-            outer = scope.source.scope(scope.source.statement_around(call), scope.callers)
-            for argument in call.args:
+        places = LOOPS.get(last_name(call.func), ())[at : at + 1]
+        steps = [argument.id for argument in call.args if isinstance(argument, ast.Name)]
+        if function.name not in steps:
+            continue
+        outer = scope.source.scope(scope.source.statement_around(call), scope.callers)
+        for place, keyword in filter(None, places):
+            named = [one.value for one in call.keywords if one.arg == keyword]
+            for argument in (*call.args[place : place + 1], *named):
                 yield argument, outer
 
 

@@ -171,6 +171,15 @@ def last_assigned(name: str, function: Function, line: int) -> list[ast.stmt]:
     return found
 
 
+def iterated_by(name: str, statement: ast.stmt | None) -> Iterator[ast.expr]:
+    """Yield what the comprehensions in a statement go through by a name."""
+    for part in ast.walk(statement) if statement else ():
+        if isinstance(part, ast.comprehension):
+            names = [node.id for node in ast.walk(part.target) if isinstance(node, ast.Name)]
+            if name in names:
+                yield part.iter
+
+
 def parameters(function: Function) -> list[str]:
     """Return the names of the parameters of a function."""
     arguments = function.args
