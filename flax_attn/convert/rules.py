@@ -178,16 +178,15 @@ class Entry:
                 " with an axis of its own on both sides, as in 'e i o -> e o i', and join along"
                 " another one"
             )
+        return [self._piece(i, theirs) for i, theirs in enumerate(self.tensors)]
+
+    def _piece(self, index: int, theirs: str) -> Entry:
+        ours = tuple(piece_name(name, index) for name in self.ours)
         pattern = " -> ".join(_without_axis(side, self._counted) for side in self._sides)
         axis = self.rule.axis - 1 if self.rule.axis > 0 else self.rule.axis
+        rule = replace(self.rule, ours=ours, theirs=theirs, pattern=pattern, axis=axis)
         shapes = tuple(_without(shape, self.list_axis) for shape in self.shapes)
-        pieces = []
-        for i, theirs in enumerate(self.tensors):
-            ours = tuple(piece_name(name, i) for name in self.ours)
-            rule = replace(self.rule, ours=ours, theirs=theirs, pattern=pattern, axis=axis)
-            piece = Entry(rule, ours, theirs, shapes, self.axes, self.trainable, whole=self)
-            pieces.append(piece)
-        return pieces
+        return Entry(rule, ours, theirs, shapes, self.axes, self.trainable, whole=self)
 
     @property
     def list_axis(self) -> int:
@@ -209,13 +208,15 @@ class Entry:
         is_joined = len(self.ours) > 1 and self.rule.axis == 0
         if is_joined or self.rule.grouped:
             return False
-        if not self._sides:
-            return True
-        left, _ = self._sides
-        if not self._counted.isidentifier() or self._counted not in left:
+        return not self._sides or self._begins_with_an_axis()
+
+    def _begins_with_an_axis(self) -> bool:
+        """Whether the first axis of the entry is one of ours, whose place is known."""
+        left, (first, *_) = self._sides
+        if not first.isidentifier() or first not in left:
             return False
         # Behind an ellipsis the place of an axis is not known.
-        return "..." not in left[: left.index(self._counted)]
+        return "..." not in left[: left.index(first)]
 
     @property
     def their_shapes(self) -> list[Shape]:

@@ -3,7 +3,7 @@
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import product
+from itertools import chain, product
 from typing import Any, NamedTuple
 
 from flax import nnx
@@ -28,10 +28,14 @@ from flax_attn.convert.match.tree import (
     tensors_of,
 )
 from flax_attn.convert.planning import apply_rules, no_axes
-from flax_attn.convert.rules import ConversionError, Entry, Rule
+from flax_attn.convert.rules import ConversionError, Entry, Rule, Shape
 
-# The names of tensors that are paired already, ours and theirs.
-Taken = tuple[set[str], set[str]]
+
+class Taken(NamedTuple):
+    """The names of the tensors that are paired already."""
+
+    ours: set[str]
+    theirs: set[str]
 
 
 def auto(flax_module: Any, torch_module: Any, *, rules: Sequence[Rule] = ()) -> Pairing:
@@ -74,33 +78,41 @@ def auto(flax_module: Any, torch_module: Any, *, rules: Sequence[Rule] = ()) -> 
     """
     _check_torch_module(torch_module)
     known = _by_rules(rules, flax_module, torch_module)
-    known += _packed(flax_module, torch_module, *_names(known))
+    known += _packed(flax_module, torch_module, _names(known))
+    rest = _rest(flax_module, torch_module, known)
+    return _pairing([*known, *rest], state_names(torch_module))
+
+
+def _rest(flax_module: Any, torch_module: Any, known: Sequence[PairedTensor]) -> list[PairedTensor]:
+    """Return a row for each tensor that is not in those that are known."""
     found = _complete(flax_module, torch_module, _names(known))
+    if found is not None:
+        return _rows(found)
+    left = _left_over(flax_module, torch_module, _names(known))
+    by_name = match(*left.trees)
+    rows = left.rows(by_name)
+    taken = _names([*known, *rows])
+    found = _complete(flax_module, torch_module, taken)
     if found is None:
-        left = _left_over(flax_module, torch_module, _names(known))
-        by_name = match(*left.trees)
-        known += left.rows(by_name)
-        found = _match(flax_module, torch_module, _names(known), left.problems(by_name))
-    return _pairing([*known, *_rows(found)], state_names(torch_module))
+        raise _unpaired(flax_module, torch_module, taken, left.problems(by_name))
+    return [*rows, *_rows(found)]
 
 
 def _names(rows: Sequence[PairedTensor]) -> Taken:
     """Return the names of the tensors in some rows, ours and theirs."""
     ours = set().union(*(row.ours for row in rows))
     theirs = set().union(*(row.their_names for row in rows))
-    return ours, theirs
+    return Taken(ours, theirs)
 
 
-def _packed(
-    flax_module: Any, torch_module: Any, ours: Collection[str], theirs: Collection[str]
-) -> list[PairedTensor]:
+def _packed(flax_module: Any, torch_module: Any, taken: Taken) -> list[PairedTensor]:
     """Return a row for each tensor that PyTorch packs and a user's own module has under its name.
 
     Such as `lstm.weight_ih_l0`: no layer of JAX packs gates, or query, key and value, as it does.
     """
-    own = _parameters(jax_tree(flax_module, ours))
+    own = _parameters(jax_tree(flax_module, taken.ours))
     rows = {}
-    for kind, tensor in _packed_tensors(torch_tree(torch_module, theirs)):
+    for kind, tensor in _packed_tensors(torch_tree(torch_module, taken.theirs)):
         # Equal in shape, too: under PyTorch's name a port may keep another layout.
         if own.get(tensor.name) == tensor:
             rows[tensor.name] = _row_by_name(kind, tensor)
@@ -147,22 +159,17 @@ def _pairing(rows: list[PairedTensor], names: Sequence[str]) -> Pairing:
     return Pairing(rules, "|".join(map(re.escape, ignored)), rows=tuple(in_order))
 
 
-def _match(flax_module: Any, torch_module: Any, taken: Taken, problems: Iterable[str]) -> Matching:
-    """Return the complete matching of all tensors that are not paired already.
-
-    Raises:
-        ConversionError: with these problems and those of the matching, if there is none.
-    """
-    found = _complete(flax_module, torch_module, taken)
-    if found is not None:
-        return found
+def _unpaired(
+    flax_module: Any, torch_module: Any, taken: Taken, problems: Iterable[str]
+) -> ConversionError:
+    """Return the error that says why tensors have no partner, with these problems first."""
     _, pointwise, *_ = _trees(flax_module, torch_module, taken)
     found = match(*pointwise, main_part)
     ours = type(flax_module).__name__
     theirs = type(torch_module).__name__
     heading = f"the parameters of {ours} and {theirs} do not pair:"
     lines = [*problems, *problems_of(found)]
-    raise ConversionError(message(heading, lines, found))
+    return ConversionError(message(heading, lines, found))
 
 
 def _complete(flax_module: Any, torch_module: Any, taken: Taken) -> Matching | None:
@@ -182,11 +189,10 @@ def _left_over(flax_module: Any, torch_module: Any, taken: Taken) -> LeftOver:
 
 def _trees(flax_module: Any, torch_module: Any, taken: Taken) -> Iterator[tuple[Group, Group]]:
     """Yield both modules in each way to read their layers."""
-    ours, theirs = taken
-    left = jax_tree(flax_module, ours)
+    left = jax_tree(flax_module, taken.ours)
     # Where query, key and value are one projection on both sides, it is one layer.
     for recurrent, split in product(READINGS, (True, False)):
-        right = torch_tree(torch_module, theirs, split, recurrent)
+        right = torch_tree(torch_module, taken.theirs, split, recurrent)
         yield left, right
         yield pointwise_as_linear(left), pointwise_as_linear(right)
 
@@ -201,18 +207,18 @@ def possible_pairings(flax_module: Any, torch_module: Any) -> list[Pairing]:
         flax_module: as for `auto`.
         torch_module: as for `auto`.
     """
-    known = _packed(flax_module, torch_module, (), ())
-    left = _left_over(flax_module, torch_module, _names(known))
     names = state_names(torch_module)
-    pairings = []
-    for found in all_matchings(*left.trees):
-        for choice in left.choices(found):
-            rows = [*known, *left.rows(found, choice)]
-            for matching in _possible(flax_module, torch_module, _names(rows)):
-                pairing = _pairing([*rows, *_rows(matching)], names)
-                if pairing not in pairings:
-                    pairings.append(pairing)
-    return pairings
+    pairings = [_pairing(rows, names) for rows in _possible_rows(flax_module, torch_module)]
+    return [one for i, one in enumerate(pairings) if one not in pairings[:i]]
+
+
+def _possible_rows(flax_module: Any, torch_module: Any) -> Iterator[list[PairedTensor]]:
+    known = _packed(flax_module, torch_module, _names([]))
+    left = _left_over(flax_module, torch_module, _names(known))
+    for own in left.possible_rows():
+        rows = [*known, *own]
+        matchings = _possible(flax_module, torch_module, _names(rows))
+        yield from ([*rows, *_rows(found)] for found in matchings)
 
 
 def _possible(flax_module: Any, torch_module: Any, taken: Taken) -> list[Matching]:
@@ -230,29 +236,27 @@ def _by_rules(rules: Sequence[Rule], flax_module: Any, torch_module: Any) -> lis
     axes = axes_of(flax_module, list(rules)) if isinstance(flax_module, nnx.Module) else no_axes
     shapes = {name: tensor.shape for name, tensor in ours.items()}
     entries, _ = apply_rules(shapes, rules, axes)
-    _check_used(rules, entries, shapes)
-    _check_fit(entries, tensors_of(torch_tree(torch_module)))
+    _check_rules(rules, entries, shapes, tensors_of(torch_tree(torch_module)))
     return [_ruled(entry, ours[entry.ours[0]].trainable) for entry in entries]
 
 
-def _check_used(rules: Sequence[Rule], entries: Sequence[Entry], shapes: Collection[str]) -> None:
+def _check_rules(
+    rules: Sequence[Rule],
+    entries: Sequence[Entry],
+    ours: Collection[str],
+    theirs: Mapping[str, Tensor],
+) -> None:
     used = {id(entry.rule) for entry in entries}
-    lines = []
-    for rule in rules:
-        if id(rule) not in used:
-            names = ", ".join(rule.ours)
-            lines.append(f"{names}{nearest(rule.ours[0], shapes)}")
+    unused = [", ".join(rule.ours) for rule in rules if id(rule) not in used]
+    lines = [f"{names}{nearest(names, ours)}" for names in unused]
+    _refuse("these rules find no parameters of the Flax module:", lines)
+    misfits = [_misfits(entry, theirs) for entry in entries]
+    _refuse("these rules do not fit the PyTorch module:", list(chain.from_iterable(misfits)))
+
+
+def _refuse(heading: str, lines: Sequence[str]) -> None:
     if lines:
-        heading = "these rules find no parameters of the Flax module:"
         raise ConversionError("\n  ".join([heading, *lines]))
-
-
-def _check_fit(entries: Sequence[Entry], theirs: Mapping[str, Tensor]) -> None:
-    lines = []
-    for entry in entries:
-        lines += _misfits(entry, theirs)
-    if lines:
-        raise ConversionError("\n  ".join(["these rules do not fit the PyTorch module:", *lines]))
 
 
 def _ruled(entry: Entry, trainable: bool) -> PairedTensor:
@@ -272,11 +276,17 @@ def _ruled(entry: Entry, trainable: bool) -> PairedTensor:
 def _misfits(entry: Entry, theirs: Mapping[str, Tensor]) -> Iterator[str]:
     names = ", ".join(entry.ours)
     for name, shape in entry.tensors.items():
-        tensor = theirs.get(name)
-        if tensor is None:
-            yield f"{names}: there is no parameter {name}"
-        elif tensor.shape != shape:
-            yield f"{names}: {name} is {tensor.shape}, the rule makes {shape}"
+        misfit = _misfit(name, shape, theirs.get(name))
+        if misfit:
+            yield f"{names}: {misfit}"
+
+
+def _misfit(name: str, shape: Shape, tensor: Tensor | None) -> str:
+    if tensor is None:
+        return f"there is no parameter {name}"
+    if tensor.shape != shape:
+        return f"{name} is {tensor.shape}, the rule makes {shape}"
+    return ""
 
 
 class _PairedPart(NamedTuple):

@@ -9,7 +9,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
+from typing import NamedTuple
 
+from flax_attn.convert.match.all_matchings import all_matchings
 from flax_attn.convert.match.matcher import Evidence, Matching
 from flax_attn.convert.match.names import key_of
 from flax_attn.convert.match.pairing import PairedTensor
@@ -62,6 +64,41 @@ class _Item:
         return tuple(tensor.name for tensor in self.tensors)
 
 
+class _Pair(NamedTuple):
+    """Two items that belong together.
+
+    Args:
+        ours: item of the JAX side.
+        theirs: item of the PyTorch side.
+        evidence: evidence for the pair.
+        patterns: patterns from ours to theirs that fit; `""` leaves it as it is.
+    """
+
+    ours: _Item
+    theirs: _Item
+    evidence: Evidence
+    patterns: list[str]
+
+    def row(self, choice: int | None) -> PairedTensor | None:
+        """Return the row, with one of several patterns; None where none fits or is chosen."""
+        count = len(self.patterns)
+        if count == 1:
+            return _row(self.ours, self.theirs, self.patterns[0], self.evidence)
+        if not count or choice is None:
+            return None
+        return _row(self.ours, self.theirs, self.patterns[min(choice, count - 1)], "outputs")
+
+    @property
+    def problem(self) -> str:
+        """What is not known of the pair; empty where all is."""
+        if len(self.patterns) < 2:
+            return ""
+        ours = f"flax {self.ours.name} {self.ours.shape}"
+        theirs = f"torch {self.theirs.name} {self.theirs.shape}"
+        ways = " or ".join(pattern or "as it is" for pattern in self.patterns)
+        return f"{ours} may be {theirs} by {ways}"
+
+
 class LeftOver:
     """What a matching left over on both sides, as trees that can be matched by names.
 
@@ -72,11 +109,14 @@ class LeftOver:
     def __init__(self, found: Matching):
         ours = _tensors(found.ours)
         theirs = _tensors(found.theirs)
-        our_items = _Items(ours, _stacks(theirs))
-        their_items = _Items(theirs, _stacks(ours))
-        self._items = our_items.by_name, their_items.by_name
-        counted = our_items.counted | their_items.counted
-        self.trees = our_items.tree(counted), their_items.tree(counted)
+        self._ours = _Items(ours, _stacks(theirs))
+        self._theirs = _Items(theirs, _stacks(ours))
+
+    @property
+    def trees(self) -> tuple[Group, Group]:
+        """Both sides."""
+        counted = self._ours.counted | self._theirs.counted
+        return self._ours.tree(counted), self._theirs.tree(counted)
 
     def rows(self, found: Matching, choice: int | None = None) -> list[PairedTensor]:
         """Return a row for each pair of a matching of the trees.
@@ -86,36 +126,27 @@ class LeftOver:
             choice: which of the patterns that fit is taken, such as whether a square matrix is
                 transposed; None leaves out what several fit.
         """
-        rows = []
-        for ours, theirs, patterns, evidence in self._pairs(found):
-            if len(patterns) == 1:
-                rows.append(_row(ours, theirs, patterns[0], evidence))
-            elif patterns and choice is not None:
-                pattern = patterns[min(choice, len(patterns) - 1)]
-                rows.append(_row(ours, theirs, pattern, "outputs"))
-        return rows
+        rows = [pair.row(choice) for pair in self._pairs(found)]
+        return [row for row in rows if row is not None]
 
-    def choices(self, found: Matching) -> range:
-        """Return the numbers of the choices of `rows`."""
-        return range(max((len(patterns) for _, _, patterns, _ in self._pairs(found)), default=1))
+    def possible_rows(self) -> Iterator[list[PairedTensor]]:
+        """Yield the rows of every matching of the trees, with each pattern that fits."""
+        for found in all_matchings(*self.trees):
+            counts = [len(pair.patterns) for pair in self._pairs(found)]
+            for choice in range(max(counts, default=1)):
+                yield self.rows(found, choice)
 
     def problems(self, found: Matching) -> Iterator[str]:
         """Yield a line for each pair of a matching that several patterns fit."""
-        for ours, theirs, patterns, _ in self._pairs(found):
-            if len(patterns) > 1:
-                ways = " or ".join(pattern or "as it is" for pattern in patterns)
-                yield (
-                    f"flax {ours.name} {ours.shape} may be torch {theirs.name} {theirs.shape} by"
-                    f" {ways}"
-                )
+        return filter(None, (pair.problem for pair in self._pairs(found)))
 
-    def _pairs(self, found: Matching) -> Iterator[tuple[_Item, _Item, list[str], Evidence]]:
-        """Yield what a matching pairs, with the patterns that fit and the evidence."""
-        our_items, their_items = self._items
+    def _pairs(self, found: Matching) -> Iterator[_Pair]:
+        """Yield what a matching pairs."""
         for one, other, evidence in found.pairs:
-            ours, theirs = our_items[_name(one)], their_items[_name(other)]
+            ours = self._ours.by_name[_name(one)]
+            theirs = self._theirs.by_name[_name(other)]
             if _may_be_one(ours, theirs, evidence):
-                yield ours, theirs, _patterns(ours, theirs), evidence
+                yield _Pair(ours, theirs, evidence, _patterns(ours, theirs))
 
 
 class _Items:
@@ -123,12 +154,10 @@ class _Items:
 
     def __init__(self, tensors: Mapping[Tensor, bool], stacked: set[Shape]):
         lists = _lists(tensors, stacked)
-        in_lists = {tensor for item in lists for tensor in item.tensors}
-        self.by_name: dict[str, _Item] = {item.name: item for item in lists}
-        for tensor, is_own in tensors.items():
-            if tensor not in in_lists:
-                self.by_name[tensor.name] = _Item(tensor.name, (tensor,), is_own)
         self.counted = {_counted(item.shape) for item in lists}
+        left = _without(tensors, lists)
+        alone = [_Item(tensor.name, (tensor,), tensors[tensor]) for tensor in left]
+        self.by_name = {item.name: item for item in (*lists, *alone)}
 
     def tree(self, counted: set[Shape]) -> Group:
         """Return the items as layers of one parameter each; what is a list somewhere is counted."""
@@ -177,47 +206,56 @@ def _counted(shape: Shape) -> Shape:
 
 def _lists(tensors: Iterable[Tensor], stacked: set[Shape]) -> list[_Item]:
     """Return the lists of tensors that the other side has stacked, the innermost lists first."""
-    left = {tensor.name: tensor for tensor in tensors}
-    depth = max((name.count(".") for name in left), default=0)
-    found = []
+    found: list[_Item] = []
+    depth = max((tensor.name.count(".") for tensor in tensors), default=0)
     for behind in range(depth + 1):
-        for name, own in _numbered(left.values(), behind).items():
-            item = _Item(name, own, is_list=True)
-            if _counted(item.shape) in stacked:
-                found.append(item)
-                for tensor in own:
-                    del left[tensor.name]
+        numbered = _numbered(_without(tensors, found), behind)
+        found += [item for item in numbered if _counted(item.shape) in stacked]
     return found
 
 
-def _numbered(tensors: Iterable[Tensor], behind: int) -> dict[str, tuple[Tensor, ...]]:
-    """Return tensors whose names differ in a number alone, which has so many parts behind it."""
+def _without(tensors: Iterable[Tensor], lists: Iterable[_Item]) -> list[Tensor]:
+    """Return the tensors that are in none of some lists."""
+    taken = {tensor for item in lists for tensor in item.tensors}
+    return [tensor for tensor in tensors if tensor not in taken]
+
+
+def _numbered(tensors: Iterable[Tensor], behind: int) -> list[_Item]:
+    """Return the lists whose names differ in a number alone, with so many parts behind it."""
     alike: dict[str, dict[int, Tensor]] = defaultdict(dict)
     for tensor in tensors:
-        parts = tensor.name.split(".")
-        at = len(parts) - 1 - behind
-        if at >= 0 and parts[at].isdigit():
-            number = int(parts[at])
-            parts[at] = "*"
-            alike[".".join(parts)][number] = tensor
-    found = {}
-    for name, own in alike.items():
-        in_order = tuple(own[number] for number in sorted(own))
-        complete = sorted(own) == list(range(len(own)))
-        if complete and len({tensor.shape for tensor in in_order}) == 1:
-            found[name] = in_order
-    return found
+        name, number = _with_star(tensor.name, behind)
+        alike[name][number] = tensor
+    complete = [(name, own) for name, own in alike.items() if _are_a_list(own)]
+    return [_Item(name, _in_order(own), is_list=True) for name, own in complete]
+
+
+def _with_star(name: str, behind: int) -> tuple[str, int]:
+    """Return a name with `*` for the number before so many parts, and the number; -1 is none."""
+    parts = name.split(".")
+    at = len(parts) - 1 - behind
+    if at < 0 or not parts[at].isdigit():
+        return name, -1
+    return ".".join([*parts[:at], "*", *parts[at + 1 :]]), int(parts[at])
+
+
+def _are_a_list(tensors: Mapping[int, Tensor]) -> bool:
+    shapes = {tensor.shape for tensor in tensors.values()}
+    return sorted(tensors) == list(range(len(tensors))) and len(shapes) == 1
+
+
+def _in_order(tensors: Mapping[int, Tensor]) -> tuple[Tensor, ...]:
+    return tuple(tensors[number] for number in sorted(tensors))
 
 
 def _layer(item: _Item, counted: set[Shape]) -> Layer:
-    shape = item.shape
-    is_counted = bool(shape) and _counted(shape) in counted
+    kind, sizes = PARAMETER, (prod(item.shape),)
     # Sides differ in the order of their axes, and in which of them are one.
-    sizes = _counted(shape) if is_counted else (prod(shape),)
+    if item.shape and _counted(item.shape) in counted:
+        kind, sizes = f"{STACKED}{PARAMETER}", _counted(item.shape)
     axes = " ".join(f"s{axis}" for axis in range(len(sizes)))
-    part = TensorPart(Tensor(item.name, sizes), axes)
-    kind = f"{STACKED}{PARAMETER}" if is_counted else PARAMETER
-    return Layer(kind, _path(item.name), {"value": part})
+    value = TensorPart(Tensor(item.name, sizes), axes)
+    return Layer(kind, _path(item.name), {"value": value})
 
 
 def _path(name: str) -> tuple[str, ...]:
@@ -234,23 +272,27 @@ def _path(name: str) -> tuple[str, ...]:
 
 
 def _patterns(ours: _Item, theirs: _Item) -> list[str]:
-    """Return the patterns from an item to another one that their shapes allow.
-
-    A weight that is called a kernel lies as those of Flax's layers do.
-    """
+    """Return the patterns from an item to another one that their shapes allow."""
     counts = ours.is_list or theirs.is_list
-    shape, wanted = ours.shape[counts:], theirs.shape[counts:]
-    fitting = [pattern for pattern in _ways(len(shape)) if _shape_after(pattern, shape) == wanted]
-    is_kernel = fitting and ours.name.endswith("kernel")
-    if shape == wanted and not is_kernel:
-        fitting.append("")
+    shape = ours.shape[counts:]
+    fitting = _fitting(shape, theirs.shape[counts:], ours.name.endswith("kernel"))
     if theirs.is_list:
         return [pattern and _behind("e", "e", pattern) for pattern in fitting]
-    if ours.is_list:
-        # Parts with an axis of size 1 in front are joined along it.
-        same = " ".join(_names_of_axes(len(shape)))
-        return [_behind("", "1", pattern or f"{same} -> {same}") for pattern in fitting]
+    return [_of_parts(pattern, len(shape)) for pattern in fitting] if ours.is_list else fitting
+
+
+def _fitting(shape: Shape, wanted: Shape, is_kernel: bool) -> list[str]:
+    """Return the patterns from a shape to another one; a kernel lies as those of Flax do."""
+    fitting = [pattern for pattern in _ways(len(shape)) if _shape_after(pattern, shape) == wanted]
+    if shape == wanted and not (is_kernel and fitting):
+        fitting.append("")
     return fitting
+
+
+def _of_parts(pattern: str, rank: int) -> str:
+    """Return a pattern for parts that are joined along an axis of size 1 in front."""
+    same = " ".join(_names_of_axes(rank))
+    return _behind("", "1", pattern or f"{same} -> {same}")
 
 
 def _behind(left: str, right: str, pattern: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -50,22 +50,30 @@ class Parts(NamedTuple):
         """
         if not axes:
             return self
-        arrays = {**self.params, **self.statistics}
-        names = {name: list(_cut({name: arrays[name]}, axes)) for name in axes}
-
-        def build(arrays: Mapping[str, jax.Array], rest: Any) -> Any:
-            whole = dict(arrays)
-            for name, pieces in names.items():
-                own = [whole.pop(piece) for piece in pieces]
-                whole[name] = jnp.stack(own, axes[name])
-            return self.build(whole, rest)
-
         return self._replace(
             params=_cut(self.params, axes),
             statistics=_cut(self.statistics, axes),
-            build=build,
+            build=_joining(self, axes),
             state=self.state and _cutting(self.state, axes),
         )
+
+
+def _joining(
+    parts: Parts, axes: Mapping[str, int]
+) -> Callable[[Mapping[str, jax.Array], Any], Any]:
+    """Return a function that builds a module from parameters of which some are in pieces."""
+    arrays = {**parts.params, **parts.statistics}
+    names = {name: _cut({name: arrays[name]}, axes) for name in axes}
+
+    def build(arrays: Mapping[str, jax.Array], rest: Any) -> Any:
+        whole = {name: _joined(arrays, own, axes[name]) for name, own in names.items()}
+        return parts.build({**arrays, **whole}, rest)
+
+    return build
+
+
+def _joined(arrays: Mapping[str, jax.Array], names: Iterable[str], axis: int) -> jax.Array:
+    return jnp.stack([arrays[name] for name in names], axis)
 
 
 def _cutting(state: State, axes: Mapping[str, int]) -> State:
@@ -81,12 +89,13 @@ def _cutting(state: State, axes: Mapping[str, int]) -> State:
 def _cut(arrays: Mapping[str, jax.Array], axes: Mapping[str, int]) -> dict[str, jax.Array]:
     found = {}
     for name, array in arrays.items():
-        if name not in axes:
-            found[name] = array
-            continue
-        for i, piece in enumerate(jnp.moveaxis(array, axes[name], 0)):
-            found[piece_name(name, i)] = piece
+        found |= _pieces(name, array, axes[name]) if name in axes else {name: array}
     return found
+
+
+def _pieces(name: str, array: jax.Array, axis: int) -> dict[str, jax.Array]:
+    pieces = jnp.moveaxis(array, axis, 0)
+    return {piece_name(name, i): piece for i, piece in enumerate(pieces)}
 
 
 def take_apart(module: Any, mode: Mode = "eval") -> Parts:
