@@ -4,6 +4,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -67,8 +68,8 @@ def load_state_dict(
             entries are left alone.
 
     Raises:
-        ConversionError: with a line for every missing, unexpected and mis-shaped entry. The module
-            is then unchanged.
+        ConversionError: with a line for every missing, unexpected and mis-shaped entry, and for
+            every number that would become infinite. The module is then unchanged.
 
     Example:
         >>> from flax_attn import Linear
@@ -81,6 +82,7 @@ def load_state_dict(
     axes = axes_of(module, layout)
     own = tensors(module)
     ours = from_layout(weights, layout, own, axes=axes, prefix=prefix, what=type(module).__name__)
+    _check_range(own, ours)
     # All are made before any is written, and as copies: JAX may share the memory of an array.
     # NumPy casts without compiling a program for each shape, and JAX takes what it made as it is.
     new = []
@@ -90,6 +92,34 @@ def load_state_dict(
         new.append((variable, jax.device_put(copied)))
     for variable, array in new:
         variable[...] = array
+
+
+def _check_range(tensors: Mapping[str, Tensor], arrays: Mapping[str, np.ndarray]) -> None:
+    """Raise where a finite number would become infinite in the dtype of its parameter."""
+    lines = []
+    for name, array in arrays.items():
+        beyond = _beyond(array, tensors[name].dtype)
+        if beyond is not None:
+            lines.append(f"{name} holds {beyond:.6g}, beyond {tensors[name].dtype}")
+    if lines:
+        heading = "numbers stay finite in the dtype of their parameter:"
+        remedy = "Build the module with a wider param_dtype"
+        raise ConversionError("\n  ".join([heading, *lines]) + f"\n{remedy}")
+
+
+def _beyond(array: np.ndarray, dtype: np.dtype) -> float | None:
+    """Return a finite number of an array that another dtype does not hold; None without one."""
+    limit = _largest(dtype)
+    # Most weights keep their dtype, and need not be read.
+    if not limit or _largest(array.dtype) <= limit:
+        return None
+    beyond = array[np.isfinite(array) & (np.abs(array) > limit)]
+    return float(beyond[0]) if beyond.size else None
+
+
+def _largest(dtype: np.dtype) -> float:
+    """Return the largest number of a floating dtype, and 0 of others."""
+    return float(jnp.finfo(dtype).max) if jnp.issubdtype(dtype, jnp.floating) else 0.0
 
 
 def parameters(module: nnx.Module) -> dict[str, Tensor]:

@@ -9,6 +9,7 @@ from flax.typing import Dtype, PrecisionLike
 from jaxtyping import Array
 
 from attn_spec.checks import check_positive
+from flax_attn.backends.call import check_precision
 from flax_attn.backends.platform import platform_of
 from flax_attn.functional.dtypes import accumulation_dtype
 from flax_attn.functional.parameter_sums import spread
@@ -43,7 +44,8 @@ class Linear(nnx.Linear):
         `(..., d_in)` to `(..., d_out)`; kernel `(d_in, d_out)`, bias `(d_out,)`.
 
     Raises:
-        ValueError: if a width is not a positive integer, or if `rngs` is missing.
+        ValueError: if a width is not a positive integer, if `jax.lax.dot_general` does not take the
+            precision, or if `rngs` is missing.
 
     Example:
         >>> Linear(3, 2, rngs=nnx.Rngs(0))(jnp.ones((5, 3))).shape
@@ -65,6 +67,7 @@ class Linear(nnx.Linear):
     ):
         check_positive(d_in=d_in, d_out=d_out)
         check_dtypes(dtype=dtype, param_dtype=param_dtype)
+        check_precision(precision)
         draw = redrawn(uniform(d_in))
         super().__init__(
             d_in,

@@ -70,6 +70,15 @@ def _exercised(pair: Pair, ran: Set[str]) -> Iterator[str]:
     yield from (branch for check, branch in BRANCHES.items() if check in ran)
 
 
+def _rounded_away(pair: Pair) -> Iterator[str]:
+    """Yield that small differences are not seen, where parameters decide on whole numbers alone."""
+    if pair.trainable and pair.possible_cotangents is None:
+        yield (
+            "how near the parameters come to the outputs: these are whole numbers, which hide small"
+            " differences. Return what they are made of as well"
+        )
+
+
 def _ran(checks: Sequence[Check]) -> set[str]:
     return {check.name for check in checks if check.ran}
 
@@ -83,6 +92,7 @@ def _found(pair: Pair, checks: Sequence[Check]) -> Iterator[str]:
             varied.update(mask_inputs(pair))
         if "ids" in ran:
             varied.update(tables(pair))
+        yield from _rounded_away(pair)
         yield from without_effect(pair, varied)
         yield from callbacks(pair, checks)
         yield from wider_dtypes(pair, checks)

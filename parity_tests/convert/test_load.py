@@ -87,6 +87,21 @@ def test_weights_are_cast_to_the_dtype_of_the_parameters(dtype):
         assert (array == numpy_weights()[name].astype(jnp.dtype(dtype))).all()
 
 
+def test_a_number_that_would_become_infinite_is_refused():
+    layer = flax_attn.Linear(3, 2, rngs=nnx.Rngs(0))
+    before = np.asarray(layer.kernel[...])
+    weights = {"weight": np.full((2, 3), 1e300), "bias": np.full(2, -np.inf)}
+    with pytest.raises(ConversionError) as caught:
+        convert.load_state_dict(layer, weights)
+    # What is infinite already stays that.
+    assert str(caught.value).splitlines() == [
+        "numbers stay finite in the dtype of their parameter:",
+        "  kernel holds 1e+300, beyond float32",
+        "Build the module with a wider param_dtype",
+    ]
+    np.testing.assert_array_equal(layer.kernel[...], before)
+
+
 def test_a_dict_with_a_mask_buffer():
     layer, book = module(), weights() | {"mask": torch.triu(torch.ones(9, 9), 1)}
     convert.load_state_dict(layer, book)

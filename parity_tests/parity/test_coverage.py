@@ -236,3 +236,26 @@ def test_another_train_mode_without_a_key_is_not_tested(layer, untested):
     assert report.passed, report.explain()
     reason = "dropout: the calls take no dropout_key, so they cannot be made to drop"
     assert any(line.startswith(reason) for line in report.coverage.untested) == untested
+
+
+def test_whole_numbers_hide_small_differences():
+    class Choice(nnx.Module):
+        def __init__(self):
+            self.fc = nnx.Linear(4, 5, rngs=nnx.Rngs(0))
+
+        def __call__(self, x):
+            return jnp.argmax(self.fc(x), -1)
+
+    class TorchChoice(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = torch.nn.Linear(4, 5)
+
+        def forward(self, x):
+            return self.fc(x).argmax(-1)
+
+    report = judged(Choice(), TorchChoice())
+    assert report.state == "equal where tested"
+    assert any("whole numbers, which hide small differences" in x for x in report.coverage.untested)
+    # Without parameters the numbers are all there is.
+    assert judged(lambda x: x.argmax(-1), lambda x: x.argmax(-1)).state == "equal"

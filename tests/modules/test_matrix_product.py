@@ -6,7 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
+from flax_attn import Linear
 from flax_attn.modules.matrix_product import dot_general
 from flax_attn.native import product as native
 
@@ -65,3 +67,9 @@ def test_the_form_that_is_multiplied_without_the_native_library(
         traced = jax.make_jaxpr(lambda *ab: dot_general(*ab, dimension_numbers(x, 0)))(x, matrix)
     (product,) = (equation for equation in traced.eqns if equation.primitive.name == "dot_general")
     assert product.invars[0].aval.shape == multiplied
+
+
+@pytest.mark.usefixtures("no_shape_checks")
+def test_a_precision_is_refused_when_a_layer_is_built():
+    with pytest.raises(ValueError, match=r"precision must be one that .*; got 'nonsense'"):
+        Linear(3, 2, precision="nonsense", rngs=nnx.Rngs(0))
