@@ -1,6 +1,6 @@
 """Weights into a module and out of it."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -96,15 +96,19 @@ def load_state_dict(
 
 def _check_range(tensors: Mapping[str, Tensor], arrays: Mapping[str, np.ndarray]) -> None:
     """Raise where a finite number would become infinite in the dtype of its parameter."""
-    lines = []
-    for name, array in arrays.items():
-        beyond = _beyond(array, tensors[name].dtype)
-        if beyond is not None:
-            lines.append(f"{name} holds {beyond:.6g}, beyond {tensors[name].dtype}")
+    lines = list(_beyond_range(tensors, arrays))
     if lines:
         heading = "numbers stay finite in the dtype of their parameter:"
-        remedy = "Build the module with a wider param_dtype"
-        raise ConversionError("\n  ".join([heading, *lines]) + f"\n{remedy}")
+        text = "\n  ".join([heading, *lines])
+        raise ConversionError(f"{text}\nBuild the module with a wider param_dtype")
+
+
+def _beyond_range(tensors: Mapping[str, Tensor], arrays: Mapping[str, np.ndarray]) -> Iterator[str]:
+    for name, array in arrays.items():
+        dtype = tensors[name].dtype
+        beyond = _beyond(array, dtype)
+        if beyond is not None:
+            yield f"{name} holds {beyond:.6g}, beyond {dtype}"
 
 
 def _beyond(array: np.ndarray, dtype: np.dtype) -> float | None:
