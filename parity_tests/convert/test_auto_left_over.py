@@ -250,3 +250,68 @@ def test_a_rule_that_finds_no_parameter():
         "these rules find no parameters of the Flax module:",
         "  w_upp (nearest: w_up)",
     ]
+
+
+def norm_params(*stack):
+    return {"g": jnp.ones((*stack, D)), "b": jnp.zeros((*stack, D))}
+
+
+def block_params(*stack):
+    """A transformer block as a tree of arrays, several blocks stacked along a first axis."""
+
+    def zeros(*shape):
+        return jnp.zeros((*stack, *shape))
+
+    projections = {name: zeros(D, 2, 2) for name in ("wq", "wk", "wv")}
+    attention = {**projections, "wo": zeros(2, 2, D), "bo": zeros(D)}
+    mlp = {"w1": zeros(D, H), "b1": zeros(H), "w2": zeros(H, D), "b2": zeros(D)}
+    norms = {"ln1": norm_params(*stack), "ln2": norm_params(*stack)}
+    return {**norms, "attn": attention, "mlp": mlp}
+
+
+def torch_transformer(count):
+    def block():
+        inputs = {name: nn.Linear(D, D, bias=False) for name in ("q", "k", "v")}
+        norms = {"norm1": nn.LayerNorm(D), "norm2": nn.LayerNorm(D)}
+        return Torch(**norms, **inputs, o=nn.Linear(D, D), fc1=nn.Linear(D, H), fc2=nn.Linear(H, D))
+
+    blocks = nn.ModuleList(block() for _ in range(count))
+    embed = nn.Embedding(7, D)
+    return Torch(tok=embed, layers=blocks, final=nn.LayerNorm(D), head=nn.Linear(D, 7, bias=False))
+
+
+@pytest.mark.parametrize("is_stacked", [False, True])
+def test_a_function_of_a_tree_of_parameters(is_stacked):
+    count = 2
+    blocks = block_params(count) if is_stacked else [block_params() for _ in range(count)]
+    embeddings = {"wte": jnp.zeros((7, D)), "head": jnp.zeros((D, 7))}
+    params = {**embeddings, "final_norm": norm_params(), "layers": blocks}
+    function = jax.tree_util.Partial(lambda params, x: x, params)
+    found = partners(function, torch_transformer(count))
+    layer, behind = ("*", "e ") if is_stacked else ("1", "")
+    own = "layers" if is_stacked else "layers.1"
+
+    def pattern(left, right):
+        return f"{behind}{left} -> {behind}{right}"
+
+    wanted = {
+        "tok.weight": ("wte", ""),
+        "head.weight": ("head", "i o -> o i"),
+        "final.bias": ("final_norm.b", ""),
+        f"layers.{layer}.norm2.weight": (f"{own}.ln2.g", ""),
+        f"layers.{layer}.k.weight": (f"{own}.attn.wk", pattern("i n h", "(n h) i")),
+        f"layers.{layer}.o.weight": (f"{own}.attn.wo", pattern("n h o", "o (n h)")),
+        f"layers.{layer}.o.bias": (f"{own}.attn.bo", ""),
+        f"layers.{layer}.fc1.weight": (f"{own}.mlp.w1", pattern("i o", "o i")),
+        f"layers.{layer}.fc2.bias": (f"{own}.mlp.b2", ""),
+    }
+    assert wanted.items() <= found.items()
+
+
+def test_names_that_share_no_word_are_not_paired():
+    ours = params(w_left=(D, H), w_right=(D, H))
+    theirs = Torch(right_of=nn.Linear(D, H, bias=False), other=nn.Linear(D, H, bias=False))
+    found = lines(ours, theirs)
+    assert {"  no partner for flax w_left (4, 6)", "  no partner for flax w_right (4, 6)"} <= {
+        *found
+    }

@@ -42,7 +42,13 @@ def _branch(module: Any, without: Collection[str]) -> Branch:
         return _of_nnx(module, known, set())
     if isinstance(module, linen.Module):
         return _of_bound(module, without)
-    return _of_pytree(module, "", without)
+    return _of_pytree(_bound(module), "", without)
+
+
+def _bound(module: Any) -> Any:
+    """Return the parameters of a function that they are bound to; a module is its own."""
+    is_function = isinstance(module, jax.tree_util.Partial) and len(module.args) == 1
+    return module.args[0] if is_function else module
 
 
 class _Known(NamedTuple):

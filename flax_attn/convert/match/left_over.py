@@ -23,18 +23,20 @@ from flax_attn.convert.match.tree import (
     Layer,
     Tensor,
     TensorPart,
+    simplify,
 )
 from flax_attn.convert.rules import Shape, axes_of_side
 
+Path = tuple[str, ...]
 # A matrix of heads that is one axis on the other side, as it lies before and after.
 _WITH_HEADS = ("i n h -> (n h) i", "n i h -> (n h) i", "n h o -> o (n h)", "n h -> (n h)")
 # Layers whose parameters are known to hold one weight each, in an order of axes that is known.
 _PLAIN = {PARAMETER, "Linear", "Conv", "Embedding", "BatchNorm", *NORMS}
 # The last part of a name that says no more than that it is a weight.
-_WEIGHTS = {"weight", "weights", "kernel", "embedding"}
+_WEIGHTS = {"weight", "weights", "w", "kernel", "embedding", "scale", "gamma", "gain", "g"}
 _BIASES = {"bias", "shift", "beta"}
-# The letter by which many call a bias: in `b1`, `b_up` and `up_b`.
-_BIAS = re.compile(r"(?<![a-zA-Z])b(?![a-zA-Z])")
+# The letter by which many call a bias: in `b1`, `b_up`, `up_b` and `bq`.
+_BIAS = re.compile(r"(?<![a-zA-Z])b(?![a-zA-Z])|^b(?=[qkvo]$)")
 
 
 @dataclass(frozen=True)
@@ -161,9 +163,24 @@ class _Items:
 
     def tree(self, counted: set[Shape]) -> Group:
         """Return the items as layers of one parameter each; what is a list somewhere is counted."""
-        layers = tuple(_layer(item, counted) for item in self.by_name.values())
-        # Never paired by their order.
-        return Group((), layers, ordered=False)
+        layers = {_parts(item.name): _layer(item, counted) for item in self.by_name.values()}
+        return simplify(_grouped(layers))
+
+
+def _grouped(layers: Mapping[Path, Layer], path: Path = ()) -> Group:
+    """Return layers as those of nested modules, by the parts of their names behind a path."""
+    depth = len(path) + 1
+    own = [layer for parts, layer in layers.items() if len(parts) == depth]
+    modules = dict.fromkeys(parts[:depth] for parts in layers if len(parts) > depth)
+    inner = [_grouped(_inside(layers, module), module) for module in modules]
+    # Never paired by their order.
+    return Group(path, (*own, *inner), ordered=False)
+
+
+def _inside(layers: Mapping[Path, Layer], module: Path) -> dict[Path, Layer]:
+    """Return the layers inside a module."""
+    depth = len(module)
+    return {parts: layers[parts] for parts in layers if parts[:depth] == module != parts}
 
 
 def _may_be_one(ours: _Item, theirs: _Item, evidence: Evidence) -> bool:
@@ -258,16 +275,20 @@ def _layer(item: _Item, counted: set[Shape]) -> Layer:
     return Layer(kind, _path(item.name), {"value": value})
 
 
-def _path(name: str) -> tuple[str, ...]:
+def _parts(name: str) -> Path:
+    return tuple(part for part in name.split(".") if part != "*")
+
+
+def _path(name: str) -> Path:
     """Return the path of a tensor, in words that both sides have.
 
     Example:
         >>> _path("moe.experts.*.up.weight"), _path("moe.b_up")
-        (('moe', 'experts', 'up'), ('moe', 'bias_up'))
+        (('moe', 'experts', 'up'), ('moe', 'bias _up'))
     """
-    *parts, last = [part for part in name.split(".") if part != "*"]
+    *parts, last = _parts(name)
     if not parts or last not in _WEIGHTS:
-        parts.append(_BIAS.sub("bias", last))
+        parts.append(_BIAS.sub("bias ", last))
     return tuple(parts)
 
 

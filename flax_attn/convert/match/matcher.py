@@ -228,7 +228,7 @@ class _Level:
         """Return the ways to tell some like items apart, the surest first."""
         # Query, key and value are never told apart by a number or by order only.
         if not self._hold_inputs(left, right):
-            sure = [self._by_name, self._by_own_name, self._by_what_is_left]
+            sure = [self._by_name, self._by_own_name, self._by_what_is_left, self._by_words]
             return [*sure, self._by_number, self._by_order]
         return (
             [self._by_name, self._by_number] if self._have_words(left, right) else [self._by_name]
@@ -264,6 +264,15 @@ class _Level:
         if any("".join(key).isdigit() for key in chain(ours, theirs)):
             return None
         return _all_but_one(left, ours, right, theirs)
+
+    def _by_words(self, left: list[Item], right: list[Item]) -> list[Settled] | None:
+        """Return the pairs of those that have most in common, of what has no order anywhere."""
+        if self.ours.ordered or self.theirs.ordered:
+            return None
+        nearest = _nearest_names(*self._keys(left, right))
+        if nearest is None:
+            return None
+        return _joined(left, nearest, right, range(len(right)), "name")
 
     def _by_number(self, left: list[Item], right: list[Item]) -> list[Settled] | None:
         """Return the pairs of those that have the same words, in the order of their numbers."""
@@ -382,6 +391,23 @@ def _is_parameter(item: Item) -> bool:
 
 def _own_names(items: list[Item]) -> list[Key]:
     return [key_of(item.path[-1:]) for item in items]
+
+
+def _nearest_names(ours: list[Key], theirs: list[Key]) -> list[int] | None:
+    """Return which of theirs has most in common with each of ours; None where one is not told."""
+    nearest = []
+    for key in ours:
+        shared = [_shared(key, other) for other in theirs]
+        most = max(shared)
+        nearest += [at for at, count in enumerate(shared) if count == most > 0]
+    return nearest if sorted(nearest) == list(range(len(theirs))) else None
+
+
+def _shared(key: Key, other: Key) -> int:
+    """Return how many words two names have in common; the same numbers count as one."""
+    words = set(key.words).intersection(other.words)
+    same_numbers = bool(key.numbers) and key.numbers == other.numbers
+    return len(words) + same_numbers
 
 
 def _numbered(keys: list[Key]) -> list[tuple[tuple[str, ...], int]] | None:
