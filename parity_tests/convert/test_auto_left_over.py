@@ -145,10 +145,20 @@ def test_stacked_parameters_of_both_sides_may_lie_in_two_ways():
     ids=["turned", "same", "convolution", "embedding"],
 )
 def test_a_parameter_of_ones_own_is_the_weight_of_a_layer(shape, theirs, pattern):
-    own = {"w": shape} if isinstance(theirs, nn.Embedding) else {"w": shape, "b": (H,)}
-    found = partners(params(**own), Torch(layer=theirs))
-    assert found["layer.weight"] == ("w", pattern)
-    assert ("layer.bias" in found) == ("b" in own)
+    bias = {} if isinstance(theirs, nn.Embedding) else {"b_last": (H,)}
+    found = partners(params(w_last=shape, **bias), Torch(last_layer=theirs))
+    assert found["last_layer.weight"] == ("w_last", pattern)
+    assert ("last_layer.bias" in found) == bool(bias)
+
+
+def test_a_size_is_no_evidence_where_names_have_no_word_in_common():
+    ours = params(position=(D, H))
+    theirs = Torch(fc=nn.Linear(H, D, bias=False))
+    reason = "but their names have no word in common"
+    assert f"  flax position (4, 6) may be torch fc.weight (4, 6), {reason}" in lines(ours, theirs)
+    # The outputs may tell.
+    (row,) = possible_pairings(ours, theirs)[0].rows
+    assert (row.ours, row.evidence) == (("position",), "outputs")
 
 
 def test_heads_that_are_an_axis_of_ones_own():
@@ -176,8 +186,9 @@ def test_whether_a_square_matrix_is_transposed_is_not_guessed():
 
 
 def test_a_kernel_lies_as_those_of_flax_do():
-    found = partners(params(kernel=(D, D)), Torch(fc=nn.Linear(D, D, bias=False)))
-    assert found == {"fc.weight": ("kernel", "i o -> o i")}
+    ours = Flax(fc=params(kernel=(D, D), scale=(D,)))
+    theirs = Torch(fc=nn.Linear(D, D, bias=False), scale=nn.Parameter(torch.ones(D)))
+    assert partners(ours, theirs)["fc.weight"] == ("fc.kernel", "i o -> o i")
 
 
 def test_names_that_say_nothing_are_not_settled_by_order():

@@ -83,22 +83,30 @@ class _Pair(NamedTuple):
 
     def row(self, choice: int | None) -> PairedTensor | None:
         """Return the row, with one of several patterns; None where none fits or is chosen."""
-        count = len(self.patterns)
-        if count == 1:
-            return _row(self.ours, self.theirs, self.patterns[0], self.evidence)
-        if not count or choice is None:
+        if not self.patterns or (self.problem and choice is None):
             return None
-        return _row(self.ours, self.theirs, self.patterns[min(choice, count - 1)], "outputs")
+        at = min(choice or 0, len(self.patterns) - 1)
+        evidence: Evidence = "outputs" if self.problem else self.evidence
+        return _row(self.ours, self.theirs, self.patterns[at], evidence)
 
     @property
     def problem(self) -> str:
-        """What is not known of the pair; empty where all is."""
-        if len(self.patterns) < 2:
-            return ""
+        """What is not known of the pair; empty where all is, or where no pattern fits."""
+        if len(self.patterns) > 1:
+            ways = " or ".join(pattern or "as it is" for pattern in self.patterns)
+            return f"{self._claim} by {ways}"
+        is_told = self.evidence != "shape" or self._share_words()
+        return "" if is_told else f"{self._claim}, but their names have no word in common"
+
+    @property
+    def _claim(self) -> str:
         ours = f"flax {self.ours.name} {self.ours.shape}"
-        theirs = f"torch {self.theirs.name} {self.theirs.shape}"
-        ways = " or ".join(pattern or "as it is" for pattern in self.patterns)
-        return f"{ours} may be {theirs} by {ways}"
+        return f"{ours} may be torch {self.theirs.name} {self.theirs.shape}"
+
+    def _share_words(self) -> bool:
+        ours, theirs = _path(self.ours.name), _path(self.theirs.name)
+        # Some words, such as "fc", say something only if both names are the same.
+        return ours == theirs or not set(key_of(ours).words).isdisjoint(key_of(theirs).words)
 
 
 class LeftOver:
@@ -140,7 +148,7 @@ class LeftOver:
 
     def problems(self, found: Matching) -> Iterator[str]:
         """Yield a line for each pair of a matching that several patterns fit."""
-        return filter(None, (pair.problem for pair in self._pairs(found)))
+        return (pair.problem for pair in self._pairs(found) if pair.patterns and pair.problem)
 
     def _pairs(self, found: Matching) -> Iterator[_Pair]:
         """Yield what a matching pairs."""
