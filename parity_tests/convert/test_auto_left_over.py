@@ -256,11 +256,10 @@ def test_rules_of_lists_that_do_not_fit():
 
 def test_a_rule_that_finds_no_parameter():
     rule = Rule(("w_upp",), "experts.*.up.weight")
-    found = lines(params(**stacked()), Torch(experts=experts()), rules=[rule])
-    assert found == [
-        "these rules find no parameters of the Flax module:",
-        "  w_upp (nearest: w_up)",
-    ]
+    # It may be one for other modules, as long as all of these have a partner.
+    assert partners(params(**stacked()), Torch(experts=experts()), rules=[rule]) == EXPECTED
+    found = lines(params(**stacked(), more=(2,)), Torch(experts=experts()), rules=[rule])
+    assert found[1] == "  the rule for w_upp finds no parameter (nearest: w_up)"
 
 
 def norm_params(*stack):

@@ -2,7 +2,7 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, product
 from typing import Any, NamedTuple
 
@@ -64,8 +64,8 @@ def auto(flax_module: Any, torch_module: Any, *, rules: Sequence[Rule] = ()) -> 
 
     Raises:
         ConversionError: if a parameter has no partner or several that fit equally well, if the
-            shapes of a matrix of your own do not tell whether it is transposed, or if a rule finds
-            no parameter: a line for each.
+            shapes of a matrix of your own do not tell whether it is transposed, or if a rule does
+            not fit: a line for each, and for each rule that finds no parameter.
 
     Example:
         >>> import torch
@@ -79,11 +79,16 @@ def auto(flax_module: Any, torch_module: Any, *, rules: Sequence[Rule] = ()) -> 
     _check_torch_module(torch_module)
     known = _by_rules(rules, flax_module, torch_module)
     known += _packed(flax_module, torch_module, _names(known))
-    rest = _rest(flax_module, torch_module, known)
+    rest = _rest(flax_module, torch_module, known, rules)
     return _pairing([*known, *rest], state_names(torch_module))
 
 
-def _rest(flax_module: Any, torch_module: Any, known: Sequence[PairedTensor]) -> list[PairedTensor]:
+def _rest(
+    flax_module: Any,
+    torch_module: Any,
+    known: Sequence[PairedTensor],
+    rules: Sequence[Rule],
+) -> list[PairedTensor]:
     """Return a row for each tensor that is not in those that are known."""
     found = _complete(flax_module, torch_module, _names(known))
     if found is not None:
@@ -94,7 +99,8 @@ def _rest(flax_module: Any, torch_module: Any, known: Sequence[PairedTensor]) ->
     taken = _names([*known, *rows])
     found = _complete(flax_module, torch_module, taken)
     if found is None:
-        raise _unpaired(flax_module, torch_module, taken, left.problems(by_name))
+        problems = [*_unused(rules, flax_module), *left.problems(by_name)]
+        raise _unpaired(flax_module, torch_module, taken, problems)
     return [*rows, *_rows(found)]
 
 
@@ -233,30 +239,32 @@ def _possible(flax_module: Any, torch_module: Any, taken: Taken) -> list[Matchin
 def _by_rules(rules: Sequence[Rule], flax_module: Any, torch_module: Any) -> list[PairedTensor]:
     """Return the rows that the user's rules make."""
     ours = tensors_of(jax_tree(flax_module))
-    axes = axes_of(flax_module, list(rules)) if isinstance(flax_module, nnx.Module) else no_axes
-    shapes = {name: tensor.shape for name, tensor in ours.items()}
-    entries, _ = apply_rules(shapes, rules, axes)
-    _check_rules(rules, entries, shapes, tensors_of(torch_tree(torch_module)))
+    entries = _entries(rules, flax_module, ours)
+    _check_fit(entries, tensors_of(torch_tree(torch_module)))
     return [_ruled(entry, ours[entry.ours[0]].trainable) for entry in entries]
 
 
-def _check_rules(
-    rules: Sequence[Rule],
-    entries: Sequence[Entry],
-    ours: Collection[str],
-    theirs: Mapping[str, Tensor],
-) -> None:
-    used = {id(entry.rule) for entry in entries}
-    unused = [", ".join(rule.ours) for rule in rules if id(rule) not in used]
-    lines = [f"{names}{nearest(names, ours)}" for names in unused]
-    _refuse("these rules find no parameters of the Flax module:", lines)
-    misfits = [_misfits(entry, theirs) for entry in entries]
-    _refuse("these rules do not fit the PyTorch module:", list(chain.from_iterable(misfits)))
+def _entries(rules: Sequence[Rule], flax_module: Any, ours: Mapping[str, Tensor]) -> list[Entry]:
+    axes = axes_of(flax_module, list(rules)) if isinstance(flax_module, nnx.Module) else no_axes
+    shapes = {name: tensor.shape for name, tensor in ours.items()}
+    entries, _ = apply_rules(shapes, rules, axes)
+    return entries
 
 
-def _refuse(heading: str, lines: Sequence[str]) -> None:
+def _unused(rules: Sequence[Rule], flax_module: Any) -> Iterator[str]:
+    """Yield a line for each rule that finds no parameter; it may be one for other modules."""
+    ours = tensors_of(jax_tree(flax_module))
+    used = [entry.rule for entry in _entries(rules, flax_module, ours)]
+    for rule in rules:
+        if rule not in used:
+            names = ", ".join(rule.ours)
+            yield f"the rule for {names} finds no parameter{nearest(names, ours)}"
+
+
+def _check_fit(entries: Sequence[Entry], theirs: Mapping[str, Tensor]) -> None:
+    lines = list(chain.from_iterable(_misfits(entry, theirs) for entry in entries))
     if lines:
-        raise ConversionError("\n  ".join([heading, *lines]))
+        raise ConversionError("\n  ".join(["these rules do not fit the PyTorch module:", *lines]))
 
 
 def _ruled(entry: Entry, trainable: bool) -> PairedTensor:
