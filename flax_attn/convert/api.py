@@ -68,8 +68,9 @@ def load_state_dict(
             entries are left alone.
 
     Raises:
-        ConversionError: with a line for every missing, unexpected and mis-shaped entry, and for
-            every number that would become infinite. The module is then unchanged.
+        ConversionError: with a line for every missing, unexpected and mis-shaped entry, or for
+            every parameter in which a finite number would become infinite. The module is then
+            unchanged.
 
     Example:
         >>> from flax_attn import Linear

@@ -140,10 +140,9 @@ class Entry:
     @property
     def tensors(self) -> dict[str, Shape]:
         """The shape of what is stored by its name: of the entry, or of each of its pieces."""
-        if not self.in_pieces:
-            return {self.theirs: self.shape}
-        count, *piece = self.shape
-        return {self.theirs.replace("*", str(i)): tuple(piece) for i in range(count)}
+        whole = self.shape
+        stored = whole[1:] if self.in_pieces else whole
+        return dict.fromkeys(stored_names(self.theirs, whole), stored)
 
     def pieces(self, array: np.ndarray) -> dict[str, np.ndarray]:
         """Return what is stored of the entry, by its name."""
@@ -273,6 +272,18 @@ class Entry:
                 f"{', '.join(self.ours)} of shape {array.shape} does not read as {left!r}. "
                 "Of stacked layers convert one at a time; for other modules write a Layout"
             ) from error
+
+
+def stored_names(theirs: str, shape: Shape) -> list[str]:
+    """Return the names by which an entry is stored: its own, or those of its pieces.
+
+    Example:
+        >>> stored_names("up.*.weight", (2, 3))
+        ['up.0.weight', 'up.1.weight']
+    """
+    if "*" not in theirs:
+        return [theirs]
+    return [theirs.replace("*", str(i)) for i in range(shape[0])]
 
 
 def piece_name(name: str, index: int) -> str:

@@ -74,8 +74,8 @@ def _rounded_away(pair: Pair) -> Iterator[str]:
     """Yield that small differences are not seen, where parameters decide on whole numbers alone."""
     if pair.trainable and pair.possible_cotangents is None:
         yield (
-            "how near the parameters come to the outputs: these are whole numbers, which hide small"
-            " differences. Return what they are made of as well"
+            "what parameters change by little: the outputs are whole numbers, which hide small"
+            " differences. Return what they are computed from as well"
         )
 
 

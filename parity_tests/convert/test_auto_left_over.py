@@ -12,23 +12,11 @@ from torch import nn
 from flax_attn import convert
 from flax_attn.convert import ConversionError, Rule, load_state_dict, state_dict
 from flax_attn.convert.match.auto import possible_pairings
+from parity_tests.convert.modules import Flax, Torch
 
 R = nnx.Rngs(0)
 D, H, EXPERTS = 4, 6, 3
 ZEROS = {"kernel_init": nnx.initializers.zeros, "rngs": R}
-
-
-class Flax(nnx.Module):
-    def __init__(self, **parts):
-        for name, part in parts.items():
-            setattr(self, name, part)
-
-
-class Torch(nn.Module):
-    def __init__(self, **parts):
-        super().__init__()
-        for name, part in parts.items():
-            setattr(self, name, part)
 
 
 def params(**shapes):

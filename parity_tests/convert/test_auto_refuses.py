@@ -11,24 +11,10 @@ from torch import nn
 
 from flax_attn import convert
 from flax_attn.convert import ConversionError, Rule
+from parity_tests.convert.modules import Flax, Torch
 
 R = nnx.Rngs(0)
 D = 6
-
-
-class Flax(nnx.Module):
-    """Modules and parameters by name, in the order given."""
-
-    def __init__(self, **parts):
-        for name, part in parts.items():
-            setattr(self, name, part)
-
-
-class Torch(nn.Module):
-    def __init__(self, **parts):
-        super().__init__()
-        for name, part in parts.items():
-            setattr(self, name, part)
 
 
 def flax_linears(*names, d_in=D, d_out=D):

@@ -53,7 +53,8 @@ def auto(flax_module: Any, torch_module: Any, *, rules: Sequence[Rule] = ()) -> 
     `experts.*.up.weight`. Print the result to see the pairs.
 
     Args:
-        flax_module: an NNX module, a bound Linen module or an Equinox module.
+        flax_module: an NNX module, a bound Linen module, an Equinox module, or a function that its
+            parameters are bound to by `jax.tree_util.Partial`.
         torch_module: an `nn.Module`.
         rules: rules for parameters that you pair yourself; `auto` pairs the others.
 

@@ -42,13 +42,18 @@ def _branch(module: Any, without: Collection[str]) -> Branch:
         return _of_nnx(module, known, set())
     if isinstance(module, linen.Module):
         return _of_bound(module, without)
-    return _of_pytree(_bound(module), "", without)
+    return _of_pytree(_tree_of(module), "", without)
 
 
-def _bound(module: Any) -> Any:
-    """Return the parameters of a function that they are bound to; a module is its own."""
-    is_function = isinstance(module, jax.tree_util.Partial) and len(module.args) == 1
-    return module.args[0] if is_function else module
+def _tree_of(module: Any) -> Any:
+    """Return the tree of parameters that a function is bound to; another module is its own."""
+    return module.args[0] if is_bound(module) else module
+
+
+def is_bound(module: Any) -> bool:
+    """Whether this is a function that a tree of parameters is bound to, and nothing else."""
+    is_partial = isinstance(module, jax.tree_util.Partial)
+    return is_partial and len(module.args) == 1 and not module.keywords
 
 
 class _Known(NamedTuple):

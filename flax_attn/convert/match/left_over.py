@@ -6,8 +6,9 @@ A parameter of one module may be the weight of a layer of the other, or of all l
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from math import prod
 from typing import NamedTuple
 
@@ -21,13 +22,15 @@ from flax_attn.convert.match.tree import (
     STACKED,
     Group,
     Layer,
+    Path,
     Tensor,
     TensorPart,
     simplify,
 )
 from flax_attn.convert.rules import Shape, axes_of_side
 
-Path = tuple[str, ...]
+# A layer with the parts of its name.
+_Named = tuple[Path, Layer]
 # A matrix of heads that is one axis on the other side, as it lies before and after.
 _WITH_HEADS = ("i n h -> (n h) i", "n i h -> (n h) i", "n h o -> o (n h)", "n h -> (n h)")
 # Layers whose parameters are known to hold one weight each, in an order of axes that is known.
@@ -83,10 +86,11 @@ class _Pair(NamedTuple):
 
     def row(self, choice: int | None) -> PairedTensor | None:
         """Return the row, with one of several patterns; None where none fits or is chosen."""
-        if not self.patterns or (self.problem and choice is None):
+        is_open = bool(self.problem)
+        if not self.patterns or (is_open and choice is None):
             return None
         at = min(choice or 0, len(self.patterns) - 1)
-        evidence: Evidence = "outputs" if self.problem else self.evidence
+        evidence: Evidence = "outputs" if is_open else self.evidence
         return _row(self.ours, self.theirs, self.patterns[at], evidence)
 
     @property
@@ -134,7 +138,7 @@ class LeftOver:
         Args:
             found: the matching.
             choice: which of the patterns that fit is taken, such as whether a square matrix is
-                transposed; None leaves out what several fit.
+                transposed; None leaves out pairs of which something is not known.
         """
         rows = [pair.row(choice) for pair in self._pairs(found)]
         return [row for row in rows if row is not None]
@@ -147,7 +151,7 @@ class LeftOver:
                 yield self.rows(found, choice)
 
     def problems(self, found: Matching) -> Iterator[str]:
-        """Yield a line for each pair of a matching that several patterns fit."""
+        """Yield a line for each pair of a matching of which something is not known."""
         return (pair.problem for pair in self._pairs(found) if pair.patterns and pair.problem)
 
     def _pairs(self, found: Matching) -> Iterator[_Pair]:
@@ -171,24 +175,31 @@ class _Items:
 
     def tree(self, counted: set[Shape]) -> Group:
         """Return the items as layers of one parameter each; what is a list somewhere is counted."""
-        layers = {_parts(item.name): _layer(item, counted) for item in self.by_name.values()}
-        return simplify(_grouped(layers))
+        layers = [(_parts(item.name), _layer(item, counted)) for item in self.by_name.values()]
+        return simplify(_grouped(layers, ()))
 
 
-def _grouped(layers: Mapping[Path, Layer], path: Path = ()) -> Group:
+def _grouped(layers: Iterable[_Named], path: Path) -> Group:
     """Return layers as those of nested modules, by the parts of their names behind a path."""
-    depth = len(path) + 1
-    own = [layer for parts, layer in layers.items() if len(parts) == depth]
-    modules = dict.fromkeys(parts[:depth] for parts in layers if len(parts) > depth)
-    inner = [_grouped(_inside(layers, module), module) for module in modules]
+    inner = _by_first_parts(layers, len(path) + 1)
+    children = chain.from_iterable(_children(*item) for item in inner.items())
     # Never paired by their order.
-    return Group(path, (*own, *inner), ordered=False)
+    return Group(path, tuple(children), ordered=False)
 
 
-def _inside(layers: Mapping[Path, Layer], module: Path) -> dict[Path, Layer]:
-    """Return the layers inside a module."""
-    depth = len(module)
-    return {parts: layers[parts] for parts in layers if parts[:depth] == module != parts}
+def _by_first_parts(layers: Iterable[_Named], count: int) -> dict[Path, list[_Named]]:
+    found = defaultdict(list)
+    for parts, layer in layers:
+        found[parts[:count]].append((parts, layer))
+    return found
+
+
+def _children(path: Path, layers: Sequence[_Named]) -> Iterator[Layer | Group]:
+    """Yield the layers whose name is a path, and a group of those that go on behind it."""
+    yield from (layer for parts, layer in layers if parts == path)
+    deeper = [named for named in layers if named[0] != path]
+    if deeper:
+        yield _grouped(deeper, path)
 
 
 def _may_be_one(ours: _Item, theirs: _Item, evidence: Evidence) -> bool:
@@ -307,7 +318,9 @@ def _patterns(ours: _Item, theirs: _Item) -> list[str]:
     fitting = _fitting(shape, theirs.shape[counts:], ours.name.endswith("kernel"))
     if theirs.is_list:
         return [pattern and _behind("e", "e", pattern) for pattern in fitting]
-    return [_of_parts(pattern, len(shape)) for pattern in fitting] if ours.is_list else fitting
+    if ours.is_list:
+        return [_of_parts(pattern, len(shape)) for pattern in fitting]
+    return fitting
 
 
 def _fitting(shape: Shape, wanted: Shape, is_kernel: bool) -> list[str]:

@@ -395,12 +395,15 @@ def _own_names(items: list[Item]) -> list[Key]:
 
 def _nearest_names(ours: list[Key], theirs: list[Key]) -> list[int] | None:
     """Return which of theirs has most in common with each of ours; None where one is not told."""
-    nearest = []
-    for key in ours:
-        shared = [_shared(key, other) for other in theirs]
-        most = max(shared)
-        nearest += [at for at, count in enumerate(shared) if count == most > 0]
+    nearest = list(chain.from_iterable(_most_alike(key, theirs) for key in ours))
     return nearest if sorted(nearest) == list(range(len(theirs))) else None
+
+
+def _most_alike(key: Key, others: list[Key]) -> list[int]:
+    """Return which of some names have most in common with another one; none if none has any."""
+    shared = [_shared(key, other) for other in others]
+    most = max(shared)
+    return [at for at, count in enumerate(shared) if most and count == most]
 
 
 def _shared(key: Key, other: Key) -> int:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from flax_attn.convert.rules import Layout, Shape
+from flax_attn.convert.rules import Layout, Shape, stored_names
 
 
 @dataclass(frozen=True)
@@ -35,10 +35,8 @@ class PairedTensor:
 
     @property
     def their_names(self) -> list[str]:
-        """The names on the PyTorch side; `*` in `theirs` takes the place of a number."""
-        if "*" not in self.theirs:
-            return [self.theirs]
-        return [self.theirs.replace("*", str(i)) for i in range(self.shape[0])]
+        """The names on the PyTorch side, several where one of ours is a list there."""
+        return stored_names(self.theirs, self.shape)
 
     def cells(self) -> list[str]:
         """Return the row as text."""

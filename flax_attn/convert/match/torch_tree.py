@@ -10,12 +10,12 @@ from flax_attn.convert.match.tree import (
     Branch,
     Group,
     Layer,
+    Path,
     Tensor,
     TensorPart,
     simplify,
 )
 
-Path = tuple[str, ...]
 STATISTICS = ("running_mean", "running_var")
 INPUTS = ("query", "key", "value")
 # The gates of recurrent layers, in PyTorch's order and by its letters.

@@ -17,6 +17,8 @@ STACKED = "stacked "
 NORMS = {"LayerNorm", "RMSNorm", "GroupNorm", "InstanceNorm", "Norm"}
 # Layers of PyTorch whose weights may be read as those of linear layers.
 RECURRENT = {"RNN", "LSTM", "GRU", "RNNCell", "LSTMCell", "GRUCell"}
+# The attributes from the root of a model to what it holds.
+Path = tuple[str, ...]
 # A tensor by name, and the piece of it.
 Piece = tuple[str, int]
 
@@ -94,7 +96,7 @@ class Layer:
     """A layer of a known kind, or a parameter of its own: its parts by role."""
 
     kind: str
-    path: tuple[str, ...]
+    path: Path
     parts: dict[str, TensorPart]
 
     @property
@@ -115,7 +117,7 @@ class Layer:
 class Group:
     """A module that holds layers."""
 
-    path: tuple[str, ...]
+    path: Path
     children: tuple[Layer | Group, ...]
     ordered: bool = True
 
@@ -170,18 +172,18 @@ def simplify(root: Group) -> Group:
     return Group((), () if pruned is None else (pruned,), root.ordered)
 
 
-def _owners(root: Group) -> dict[Piece, tuple[str, ...]]:
+def _owners(root: Group) -> dict[Piece, Path]:
     """Return the layer that each tensor counts for: of several, the embedding, else the first."""
     # An output layer may share its weight with the embedding, and come before it.
     layers = sorted(layers_of(root), key=lambda layer: layer.kind != "Embedding")
-    owners: dict[Piece, tuple[str, ...]] = {}
+    owners: dict[Piece, Path] = {}
     for layer in layers:
         for part in layer.parts.values():
             owners.setdefault(part.key, layer.path)
     return owners
 
 
-def _prune(item: Layer | Group, owners: dict[Piece, tuple[str, ...]]) -> Layer | Group | None:
+def _prune(item: Layer | Group, owners: dict[Piece, Path]) -> Layer | Group | None:
     if isinstance(item, Layer):
         return _prune_layer(item, owners)
     children = []
@@ -194,6 +196,6 @@ def _prune(item: Layer | Group, owners: dict[Piece, tuple[str, ...]]) -> Layer |
     return replace(item, children=tuple(children)) if children else None
 
 
-def _prune_layer(layer: Layer, owners: dict[Piece, tuple[str, ...]]) -> Layer | None:
+def _prune_layer(layer: Layer, owners: dict[Piece, Path]) -> Layer | None:
     own = {role: part for role, part in layer.parts.items() if owners[part.key] == layer.path}
     return replace(layer, parts=own) if own else None

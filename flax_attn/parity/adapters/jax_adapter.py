@@ -77,6 +77,10 @@ def _list_axes(entries: Sequence[Entry]) -> dict[str, int]:
     return axes
 
 
+def _shapes(arrays: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(array.shape) for name, array in arrays.items()}
+
+
 def _any_float64(*trees: Any) -> bool:
     return any(leaf.dtype == jnp.float64 for leaf in jax.tree.leaves(trees))
 
@@ -139,13 +143,12 @@ class JaxAdapter(ModuleAdapter):
     def whole_shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes of parameters and running statistics, none in pieces."""
         parts = self._whole["eval"]
-        arrays = {**parts.params, **parts.statistics}
-        return {name: tuple(array.shape) for name, array in arrays.items()}
+        return _shapes({**parts.params, **parts.statistics})
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes of parameters and running statistics, by their own names."""
-        return {name: tuple(array.shape) for name, array in self.tensors.items()}
+        return _shapes(self.tensors)
 
     @property
     def statistics(self) -> list[str]:
@@ -212,7 +215,7 @@ class JaxAdapter(ModuleAdapter):
         for mode, parts in self._whole.items():
             rest = jax.tree_util.tree_map_with_path(replaced, parts.rest)
             self._whole[mode] = parts._replace(rest=rest)
-        self._cut()
+            self._modes[mode] = self._modes[mode]._replace(rest=rest)
         return names[0].removesuffix(".value") if names else ""
 
     @property

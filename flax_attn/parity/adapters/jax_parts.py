@@ -11,12 +11,15 @@ import jax.numpy as jnp
 from flax import linen, nnx
 
 from flax_attn.convert.api import naming
+from flax_attn.convert.match.jax_tree import is_bound
 from flax_attn.convert.rules import piece_name
 from flax_attn.parity.adapters.adapter import Mode, PairingError
 from flax_attn.parity.adapters.module_adapter import check_kind
 
 # The collections of Linen that a PyTorch module has as well.
 _SHARED = ("params", "batch_stats")
+# A function of parameters and statistics by name, and of the rest, that builds a module.
+Build = Callable[[Mapping[str, jax.Array], Any], Any]
 # A function of a module that returns its running statistics and the rest of its state.
 State = Callable[[Any], tuple[dict[str, jax.Array], Any]]
 
@@ -38,7 +41,7 @@ class Parts(NamedTuple):
     params: dict[str, jax.Array]
     statistics: dict[str, jax.Array]
     rest: Any
-    build: Callable[[Mapping[str, jax.Array], Any], Any]
+    build: Build
     call: Callable
     state: State | None = None
 
@@ -58,9 +61,7 @@ class Parts(NamedTuple):
         )
 
 
-def _joining(
-    parts: Parts, axes: Mapping[str, int]
-) -> Callable[[Mapping[str, jax.Array], Any], Any]:
+def _joining(parts: Parts, axes: Mapping[str, int]) -> Build:
     """Return a function that builds a module from parameters of which some are in pieces."""
     arrays = {**parts.params, **parts.statistics}
     names = {name: _cut({name: arrays[name]}, axes) for name in axes}
@@ -121,7 +122,7 @@ def take_apart(module: Any, mode: Mode = "eval") -> Parts:
         return _nnx(module, mode)
     if isinstance(module, linen.Module):
         return _linen(module)
-    if isinstance(module, jax.tree_util.Partial) and len(module.args) == 1 and not module.keywords:
+    if is_bound(module):
         return _bound(module)
     if not jax.tree_util.all_leaves([module]):
         return _pytree(module, mode)
@@ -213,7 +214,7 @@ def _join(arrays: Mapping[str, jax.Array], names: Mapping[str, int | None]) -> j
     """Return the array of a variable, those of stacked layers joined."""
     if None in names.values():
         return arrays[next(iter(names))]
-    return jnp.stack([arrays[name] for name in names])
+    return _joined(arrays, names, 0)
 
 
 def _is_statistic(path: tuple, value: Any) -> bool:

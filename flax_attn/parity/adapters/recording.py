@@ -272,8 +272,9 @@ def _leaves(name: str, value: Any) -> Iterator[bytes]:
 
 def _rules(entries: Sequence[Entry]) -> Iterator[tuple[Sequence[str], str, str, int]]:
     """Yield the rule of each entry; of the pieces of one, its own once."""
-    whole = {(entry.whole or entry).theirs: entry.whole or entry for entry in entries}
-    for entry in whole.values():
+    whole = [entry.whole or entry for entry in entries]
+    by_name = {entry.theirs: entry for entry in whole}
+    for entry in by_name.values():
         yield entry.ours, entry.theirs, entry.rule.pattern, entry.rule.axis
 
 

@@ -26,9 +26,7 @@ Tables = Callable[[Program], list[list[Node]]]
 MOST = 24
 
 
-def with_torch_constants(
-    alignment: Alignment,
-) -> Found | None:
+def with_torch_constants(alignment: Alignment) -> Found | None:
     """Return the tables that differ, and the alignment with those of PyTorch in their place.
 
     It is None where no more values agree with them than without.

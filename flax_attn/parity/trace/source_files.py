@@ -34,20 +34,20 @@ class Scope:
         source: file, with its syntax tree.
         functions: functions around a line, from the inside out.
         owner: class of which the outermost function is a method; None where it is in none.
-        line: line before which a variable is assigned.
+        statement: statement before which a variable is assigned.
         callers: file and line of each call around the line, from the inside out, as they ran.
     """
 
     source: "Source"
     functions: tuple[Function, ...]
     owner: ast.ClassDef | None
-    line: int
+    statement: ast.stmt
     callers: Callers = ()
 
     @property
-    def statement(self) -> ast.stmt | None:
-        """The statement in the line."""
-        return self.source.statement(self.line)
+    def line(self) -> int:
+        """The line of the statement."""
+        return self.statement.lineno
 
 
 class Source:
@@ -86,7 +86,7 @@ class Source:
             if isinstance(around, ast.ClassDef) and owner is None:
                 owner = around
             around = self.outer.get(around)
-        return Scope(self, tuple(functions), owner, node.lineno, callers)
+        return Scope(self, tuple(functions), owner, node, callers)
 
     def calls(self, name: str) -> Iterator[ast.Call]:
         """Yield the calls of a function, or of a method, by its name."""
@@ -163,18 +163,19 @@ def arguments_of(name: str, function: Function, scope: Scope) -> Iterator[tuple[
 def given_to_loop(name: str, function: Function, scope: Scope) -> Iterator[tuple[ast.expr, Scope]]:
     """Yield what a loop of JAX gives to a parameter of its step, such as what a scan runs over."""
     at = parameters(function).index(name)
-    for call in ast.walk(scope.source.tree):
-        if not isinstance(call, ast.Call):
-            continue
-        places = LOOPS.get(last_name(call.func), ())[at : at + 1]
-        steps = [argument.id for argument in call.args if isinstance(argument, ast.Name)]
-        if function.name not in steps:
-            continue
-        outer = scope.source.scope(scope.source.statement_around(call), scope.callers)
-        for place, keyword in filter(None, places):
-            named = [one.value for one in call.keywords if one.arg == keyword]
-            for argument in (*call.args[place : place + 1], *named):
-                yield argument, outer
+    for loop, places in LOOPS.items():
+        for call in scope.source.calls(loop):
+            steps = [argument.id for argument in call.args if isinstance(argument, ast.Name)]
+            place = places[at] if at < len(places) else None
+            if function.name in steps and place is not None:
+                outer = scope.source.scope(scope.source.statement_around(call), scope.callers)
+                yield from ((argument, outer) for argument in _arguments_at(call, *place))
+
+
+def _arguments_at(call: ast.Call, place: int, keyword: str) -> list[ast.expr]:
+    """Return the argument of a call at a place, or under a keyword."""
+    named = [one.value for one in call.keywords if one.arg == keyword]
+    return [*call.args[place : place + 1], *named]
 
 
 def _is_inside(caller: tuple[str, int], function: Function, source: Source) -> bool:

@@ -171,9 +171,9 @@ def last_assigned(name: str, function: Function, line: int) -> list[ast.stmt]:
     return found
 
 
-def iterated_by(name: str, statement: ast.stmt | None) -> Iterator[ast.expr]:
+def iterated_by(name: str, statement: ast.stmt) -> Iterator[ast.expr]:
     """Yield what the comprehensions in a statement go through by a name."""
-    for part in ast.walk(statement) if statement else ():
+    for part in ast.walk(statement):
         if isinstance(part, ast.comprehension):
             names = [node.id for node in ast.walk(part.target) if isinstance(node, ast.Name)]
             if name in names:
