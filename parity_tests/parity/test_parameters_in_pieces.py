@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import torch
 from flax import nnx
@@ -139,6 +140,25 @@ def test_a_piece_that_is_no_index_of_ours_is_refused(rule):
     entry = Entry(rule, rule.ours, rule.theirs, (shape,) * len(rule.ours), {})
     with pytest.raises(ConversionError, match=r"each piece of up\.\*\.weight is compared with one"):
         entry.apart()
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(("pattern", "axis"), [("e i o -> e o i", 1), ("i e o -> e i o", 2)])
+def test_pieces_of_joined_parameters_are_those_of_the_whole(pattern, axis, interleaved):
+    names = ("w_gate", "w_up")
+    rule = Rule(names, "gate_up.*.weight", pattern, axis=axis, interleaved=interleaved)
+    entry = Entry(rule, names, rule.theirs, ((2, 3, 4),) * 2, {})
+    numbers = np.arange(48).reshape(2, 2, 3, 4)
+    arrays = dict(zip(names, numbers, strict=True))
+    wanted = entry.pieces(entry.join(arrays))
+    pieces = {}
+    for name, array in arrays.items():
+        cut = np.moveaxis(array, entry.list_axis, 0)
+        pieces |= {f"{name}.{i}": piece for i, piece in enumerate(cut)}
+    found = {piece.theirs: piece.join(pieces) for piece in entry.apart()}
+    assert found.keys() == wanted.keys()
+    for name, array in found.items():
+        np.testing.assert_array_equal(array, wanted[name], err_msg=name)
 
 
 def test_lists_are_exported_and_repeated(tmp_path):
