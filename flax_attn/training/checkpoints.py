@@ -208,10 +208,14 @@ class Checkpoints:
     def _open(self, options: ocp.CheckpointManagerOptions) -> ocp.CheckpointManager:
         handlers = {"arrays": ocp.PyTreeCheckpointHandler(), "extra": ocp.JsonCheckpointHandler()}
         while True:
+            before = self._steps()
             try:
                 return ocp.CheckpointManager(self.folder, options=options, item_handlers=handlers)
-            except FileNotFoundError:
-                continue  # a checkpoint that it has listed is deleted before it asks for its date
+            except (FileNotFoundError, NotADirectoryError):
+                # Another process may delete a checkpoint after Orbax has listed it, and before
+                # Orbax reads its date. It has saved a newer one then.
+                if self._steps() == before:
+                    raise
 
     def _steps(self) -> list[int]:
         names = [path.name for path in ocp.utils.checkpoint_steps_paths(self.folder)]

@@ -16,6 +16,7 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
+from orbax.checkpoint._src.metadata import checkpoint as orbax_checkpoint
 
 from flax_attn import Linear
 from flax_attn.training import Checkpoints
@@ -180,20 +181,40 @@ def test_a_checkpoint_that_is_deleted_while_it_is_read(at, tmp_path, monkeypatch
     np.testing.assert_array_equal(model.kernel[...], build(2)[0].kernel[...])
 
 
-def test_a_reader_opens_while_a_checkpoint_is_deleted(tmp_path, monkeypatch):
-    """Orbax lists the checkpoints, and asks each for its date then."""
-    saved(tmp_path, 1, 2)
-    opened, manager = [], ocp.CheckpointManager
+@pytest.mark.parametrize("before", [True, False])
+def test_a_reader_opens_while_a_checkpoint_is_deleted(before, tmp_path, monkeypatch):
+    """Orbax lists the checkpoints, asks each whether it is a folder, and then for its date."""
+    folder = saved(tmp_path / "run", 1, 2)
+    newer = saved(tmp_path / "newer", 3)
+    find, deleted = orbax_checkpoint.step_metadata_file_path, []
 
-    def too_late(*arguments, **options):
-        opened.append(arguments)
-        if len(opened) == 1:
-            raise FileNotFoundError(tmp_path / "1")
-        return manager(*arguments, **options)
+    def delete():
+        deleted.append(1)
+        (newer / "3").rename(folder / "3")
+        shutil.rmtree(folder / "1")
 
-    monkeypatch.setattr(ocp, "CheckpointManager", too_late)
-    with Checkpoints(tmp_path) as checkpoints:
-        assert checkpoints.latest == 2
+    def late(path):
+        first = path.name == "1" and not deleted
+        if first and before:
+            delete()
+        found = find(path)
+        if first and not before:
+            delete()
+        return found
+
+    monkeypatch.setattr(orbax_checkpoint, "step_metadata_file_path", late)
+    with Checkpoints(folder) as checkpoints:
+        assert checkpoints.latest == 3
+    assert deleted
+
+
+def test_an_error_that_is_not_of_a_deleted_checkpoint_is_raised(tmp_path, monkeypatch):
+    def lost(*arguments, **options):
+        raise FileNotFoundError("the disk is gone")
+
+    monkeypatch.setattr(ocp, "CheckpointManager", lost)
+    with pytest.raises(FileNotFoundError, match="the disk is gone"):
+        Checkpoints(tmp_path)
 
 
 def damage(folder, part):
