@@ -7,7 +7,7 @@ from flax import nnx
 from flax.typing import Dtype, PrecisionLike
 from jaxtyping import Array, Integer
 
-from attn_spec.generation_checks import check_token_ids
+from attn_spec.generation_checks import check_config, check_token_ids
 from flax_attn.functional.dropout import fold_in
 from flax_attn.functional.masks import Mask
 from flax_attn.functional.positions import as_positions
@@ -77,6 +77,7 @@ class Encoder(Pretrained, Generic[C]):
         precision: PrecisionLike = None,
         rngs: nnx.Rngs,
     ):
+        check_config(config, EncoderConfig)
         products = {
             "dtype": dtype,
             "param_dtype": param_dtype,

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Integer
 
 from attn_spec.cache_checks import check_caches
 from attn_spec.checks import shape_of
-from attn_spec.generation_checks import check_token_ids
+from attn_spec.generation_checks import check_config, check_token_ids
 from flax_attn.functional.cache import KVCache
 from flax_attn.functional.cache_base import Cache
 from flax_attn.functional.dropout import fold_in
@@ -120,6 +120,7 @@ class EncoderDecoder(Pretrained, Generic[C]):
         precision: PrecisionLike = None,
         rngs: nnx.Rngs,
     ):
+        check_config(config, EncoderDecoderConfig)
         numerics = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         products = {"precision": precision, **numerics}
         self.config = config

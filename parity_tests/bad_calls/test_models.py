@@ -57,6 +57,27 @@ def test_a_model_is_built_of_a_config(assert_same_error, kind):
     assert_same_error(act, rule)
 
 
+OTHERS = {
+    "bert.Bert": r"an encoder has d_model and num_layers",
+    "vit.ViTClassifier": r"an encoder has d_model and num_layers",
+    "t5.T5": r"an encoder-decoder has d_model, .* and start_token",
+    "whisper.Whisper": r"an encoder-decoder has d_model, .* and start_token",
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize(("config", "kind"), [({}, "dict"), (None, "NoneType")])
+def test_encoders_are_built_of_a_config(name, config, kind, assert_same_error):
+    file, model = name.split(".")
+
+    def act(side):
+        return getattr(side.file(f"models.{file}"), model)(config, **numerics(side))
+
+    assert_same_error(
+        act, rf"^the config of {OTHERS[name]}; got {kind}\. Pass one, such as \w+Config"
+    )
+
+
 BAD_IDS = {
     "three axes": (
         np.ones((2, 3, 4), np.int32),

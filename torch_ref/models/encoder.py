@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Integer
 from torch import Tensor
 
-from attn_spec.generation_checks import check_token_ids
+from attn_spec.generation_checks import check_config, check_token_ids
 from torch_ref.functional.dropout import fold_in
 from torch_ref.functional.masks import Mask
 from torch_ref.functional.padding import without_padding
@@ -55,6 +55,7 @@ class Encoder(TypedModule, Generic[C]):
         remat: bool = False,
     ):
         super().__init__()
+        check_config(config, EncoderConfig)
         self.config, self.remat, self.final_norm = config, remat, None
         self.create_embeddings()
         self.trf_blocks = Blocks(self.block(i, backend) for i in range(config.num_layers))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from attn_spec.cache_checks import check_caches
 from attn_spec.checks import shape_of
-from attn_spec.generation_checks import check_token_ids
+from attn_spec.generation_checks import check_config, check_token_ids
 from torch_ref.functional.cache import KVCache
 from torch_ref.functional.cache_base import Cache
 from torch_ref.functional.dropout import fold_in
@@ -100,6 +100,7 @@ class EncoderDecoder(TypedModule, Generic[C]):
         remat: bool = False,
     ):
         super().__init__()
+        check_config(config, EncoderDecoderConfig)
         self.config = config
         self.remat = remat
         self.create_embeddings()
