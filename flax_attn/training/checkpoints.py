@@ -207,14 +207,15 @@ class Checkpoints:
 
     def _open(self, options: ocp.CheckpointManagerOptions) -> ocp.CheckpointManager:
         handlers = {"arrays": ocp.PyTreeCheckpointHandler(), "extra": ocp.JsonCheckpointHandler()}
+        listed = None
         while True:
-            before = self._steps()
             try:
                 return ocp.CheckpointManager(self.folder, options=options, item_handlers=handlers)
             except (FileNotFoundError, NotADirectoryError):
                 # Another process may delete a checkpoint after Orbax has listed it, and before
-                # Orbax reads its date. It has saved a newer one then.
-                if self._steps() == before:
+                # Orbax reads its date. It saves a newer one each time.
+                before, listed = listed, self._steps()
+                if listed == before:
                     raise
 
     def _steps(self) -> list[int]:

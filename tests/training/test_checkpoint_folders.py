@@ -9,6 +9,7 @@ import shutil
 import sys
 import threading
 import warnings
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -204,7 +205,10 @@ def test_a_reader_opens_while_a_checkpoint_is_deleted(after, tmp_path, monkeypat
 
 
 def test_an_error_that_is_not_of_a_deleted_checkpoint_is_raised(tmp_path, monkeypatch):
+    tries = count(1)
+
     def lost(*arguments, **options):
+        assert next(tries) < 5, "an error that stays is tried again without end"
         raise FileNotFoundError("the disk is gone")
 
     monkeypatch.setattr(ocp, "CheckpointManager", lost)
