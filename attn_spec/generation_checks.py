@@ -26,29 +26,6 @@ def check_token_ids(name: str, tokens: Any) -> None:
         raise ValueError(f"{rule}. Reshape more batch axes into one")
 
 
-# What the protocol of a config is of, and how one is built.
-_MODELS = {
-    "ModelConfig": ("a language model", "GPT2Config(d_model=64, num_heads=4, num_layers=2)"),
-    "EncoderConfig": ("an encoder", "BertConfig(d_model=64, num_heads=4, num_layers=2)"),
-    "EncoderDecoderConfig": (
-        "an encoder-decoder",
-        "T5Config(d_model=64, d_hidden=256, num_heads=4, head_dim=16, num_layers=2,"
-        " num_decoder_layers=2)",
-    ),
-}
-
-
-def check_config(config: object, kind: type) -> None:
-    """Raise unless a config has the sizes of its kind, a protocol of properties."""
-    if not isinstance(config, kind):
-        model, example = _MODELS[kind.__name__]
-        *sizes, last = [name for name, value in vars(kind).items() if isinstance(value, property)]
-        raise ValueError(
-            f"the config of {model} has {', '.join(sizes)} and {last}; got {kind_of(config)}. Pass"
-            f" one, such as {example}"
-        )
-
-
 def check_language_model(model: object, kind: type) -> None:
     """Raise unless a model is one whose loss of the next tokens is known."""
     if not isinstance(model, kind):

@@ -1,13 +1,14 @@
 """What bidirectional encoders share: blocks in which every token attends to all others."""
 
-from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+from typing import Any, Generic, TypeVar
 
 import jax.numpy as jnp
 from flax import nnx
 from flax.typing import Dtype, PrecisionLike
 from jaxtyping import Array, Integer
 
-from attn_spec.generation_checks import check_config, check_token_ids
+from attn_spec.generation_checks import check_token_ids
+from attn_spec.model_configs import EncoderConfig, check_config
 from flax_attn.functional.dropout import fold_in
 from flax_attn.functional.masks import Mask
 from flax_attn.functional.positions import as_positions
@@ -21,17 +22,6 @@ from flax_attn.modules.initialisation import drawn_once
 from flax_attn.modules.norm import LayerNorm
 from flax_attn.sharding.axes import RESIDUAL, TOKENS, constrain
 from flax_attn.sharding.zigzag_inputs import arranged, without_arranged_padding
-
-
-@runtime_checkable
-class EncoderConfig(Protocol):
-    """The sizes that the config of every encoder has."""
-
-    @property
-    def d_model(self) -> int: ...
-    @property
-    def num_layers(self) -> int: ...
-
 
 C = TypeVar("C", bound=EncoderConfig)
 

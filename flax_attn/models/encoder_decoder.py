@@ -1,7 +1,7 @@
 """The base of encoder-decoders: a decoder attends to the kept keys and values of an encoder."""
 
 from dataclasses import replace
-from typing import Any, Generic, Protocol, TypedDict, TypeVar, Unpack, runtime_checkable
+from typing import Any, Generic, TypedDict, TypeVar, Unpack
 
 import jax.numpy as jnp
 from flax import nnx
@@ -10,7 +10,8 @@ from jaxtyping import Array, Float, Integer
 
 from attn_spec.cache_checks import check_caches
 from attn_spec.checks import shape_of
-from attn_spec.generation_checks import check_config, check_token_ids
+from attn_spec.generation_checks import check_token_ids
+from attn_spec.model_configs import EncoderDecoderConfig, check_config
 from flax_attn.functional.cache import KVCache
 from flax_attn.functional.cache_base import Cache
 from flax_attn.functional.dropout import fold_in
@@ -42,26 +43,6 @@ class DecodeOptions(TypedDict, total=False):
 # One for each layer of the decoder.
 Caches = tuple[Cache, ...]
 Kept = tuple[KVCache, ...]
-
-
-@runtime_checkable
-class EncoderDecoderConfig(Protocol):
-    """The sizes that the config of every encoder-decoder has."""
-
-    @property
-    def d_model(self) -> int: ...
-    @property
-    def num_layers(self) -> int: ...
-    @property
-    def num_decoder_layers(self) -> int: ...
-    @property
-    def context_length(self) -> int | None: ...
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def tied(self) -> bool: ...
-    @property
-    def start_token(self) -> int: ...
 
 
 C = TypeVar("C", bound=EncoderDecoderConfig)

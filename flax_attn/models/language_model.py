@@ -2,14 +2,15 @@
 
 from dataclasses import replace
 from math import prod
-from typing import Any, Generic, Protocol, TypedDict, TypeVar, Unpack, runtime_checkable
+from typing import Any, Generic, TypedDict, TypeVar, Unpack
 
 import jax.numpy as jnp
 from flax import nnx
 from flax.typing import Dtype, PrecisionLike
 from jaxtyping import Array, Float, Integer
 
-from attn_spec.generation_checks import check_config, check_token_ids
+from attn_spec.generation_checks import check_token_ids
+from attn_spec.model_configs import ModelConfig, check_config
 from flax_attn.functional.cache_base import Cache
 from flax_attn.functional.dropout import fold_in
 from flax_attn.functional.masks import Mask
@@ -31,22 +32,6 @@ from flax_attn.sharding.zigzag_inputs import arranged_positions, without_arrange
 
 # One for each layer.
 ModelCache = tuple[Cache, ...]
-
-
-@runtime_checkable
-class ModelConfig(Protocol):
-    """The sizes that the config of every language model has."""
-
-    @property
-    def d_model(self) -> int: ...
-    @property
-    def num_layers(self) -> int: ...
-    @property
-    def context_length(self) -> int: ...
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def tied(self) -> bool: ...
 
 
 # As a class, so that type checkers follow options that pass through several methods.
@@ -229,11 +214,10 @@ class LanguageModel(Pretrained, Generic[C]):
         else:
             positions = as_positions(positions, tuple(tokens.shape))
             positions = without_arranged_padding(positions, tokens.shape, lengths)
-        order = (
-            jnp.arange(t)
-            if cache is None
-            else self.trf_blocks.positions(cache, tokens.shape, lengths)
-        )
+        if cache is None:
+            order = jnp.arange(t)
+        else:
+            order = self.trf_blocks.positions(cache, tokens.shape, lengths)
         x = self.embed(tokens, order if positions is None else positions, fold_in(dropout_key, 0))
         x = constrain(x, *RESIDUAL)
         ran = self.trf_blocks.run(

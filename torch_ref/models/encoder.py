@@ -1,12 +1,13 @@
 """What bidirectional encoders share: blocks in which every token attends to all others."""
 
-from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+from typing import Any, Generic, TypeVar
 
 import torch
 from jaxtyping import Integer
 from torch import Tensor
 
-from attn_spec.generation_checks import check_config, check_token_ids
+from attn_spec.generation_checks import check_token_ids
+from attn_spec.model_configs import EncoderConfig, check_config
 from torch_ref.functional.dropout import fold_in
 from torch_ref.functional.masks import Mask
 from torch_ref.functional.padding import without_padding
@@ -17,17 +18,6 @@ from torch_ref.models.initialise import draw
 from torch_ref.modules.block import TransformerBlock
 from torch_ref.modules.norm import LayerNorm
 from torch_ref.modules.typed import TypedModule
-
-
-@runtime_checkable
-class EncoderConfig(Protocol):
-    """The sizes that the config of every encoder has."""
-
-    @property
-    def d_model(self) -> int: ...
-    @property
-    def num_layers(self) -> int: ...
-
 
 C = TypeVar("C", bound=EncoderConfig)
 

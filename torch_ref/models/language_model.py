@@ -1,13 +1,14 @@
 """The base of decoder-only language models: embedding, blocks, norm and head."""
 
 from dataclasses import replace
-from typing import Any, Generic, Protocol, TypedDict, TypeVar, Unpack, runtime_checkable
+from typing import Any, Generic, TypedDict, TypeVar, Unpack
 
 import torch
 from jaxtyping import Float, Integer
 from torch import Tensor
 
-from attn_spec.generation_checks import check_config, check_token_ids
+from attn_spec.generation_checks import check_token_ids
+from attn_spec.model_configs import ModelConfig, check_config
 from torch_ref.functional.cache_base import Cache
 from torch_ref.functional.dropout import fold_in
 from torch_ref.functional.masks import Mask
@@ -25,22 +26,6 @@ from torch_ref.modules.typed import TypedModule
 
 # One for each layer.
 ModelCache = tuple[Cache, ...]
-
-
-@runtime_checkable
-class ModelConfig(Protocol):
-    """The sizes that the config of every language model has."""
-
-    @property
-    def d_model(self) -> int: ...
-    @property
-    def num_layers(self) -> int: ...
-    @property
-    def context_length(self) -> int: ...
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def tied(self) -> bool: ...
 
 
 # As a class, so that type checkers follow options that pass through several methods.
@@ -85,7 +70,8 @@ class LanguageModel(TypedModule, Generic[C]):
     ):
         super().__init__()
         check_config(config, ModelConfig)
-        self.config, self.remat = config, remat
+        self.config = config
+        self.remat = remat
         self.create_embeddings()
         self.trf_blocks = Blocks(self.block(i, backend) for i in range(config.num_layers))
         self.final_norm = self.norm()
