@@ -67,18 +67,25 @@ NO_CONFIGS = {
 }
 
 
+def build(side, name, config):
+    file, model = name.split(".")
+    models = side.file(f"models.{file}")
+    return getattr(models, model)(config, **numerics(side))
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("kind", NO_CONFIGS)
-def test_a_model_is_built_of_a_config(name, kind, assert_same_error, error_of, sides):
-    file, model = name.split(".")
+def test_a_model_is_built_of_a_config(name, kind, assert_same_error):
     sizes, shown = CONFIGS[name]
+    rule = rf"^the config of {sizes}; got {kind}\. Pass one, such as {shown}\("
+    assert_same_error(lambda side: build(side, name, NO_CONFIGS[kind]), rule)
 
-    def act(side):
-        return getattr(side.file(f"models.{file}"), model)(NO_CONFIGS[kind], **numerics(side))
 
-    assert_same_error(act, rf"^the config of {sizes}; got {kind}\. Pass one, such as {shown}\(")
-    remedy = error_of(sides[0], act).partition("such as ")[2]
-    eval(remedy)  # it runs as it is written
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_config_that_the_error_shows_can_be_built(name, sides, error_of):
+    message = error_of(sides[0], lambda side: build(side, name, {}))
+    remedy = message.partition("such as ")[2]
+    eval(remedy)
 
 
 BAD_IDS = {
