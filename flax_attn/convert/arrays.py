@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from flax_attn.convert.entry import Entry
 from flax_attn.convert.layouts import LayoutLike, as_layout
 from flax_attn.convert.planning import no_axes, plan
 from flax_attn.convert.problems import problems
-from flax_attn.convert.rules import Axes, ConversionError, Entry
+from flax_attn.convert.rules import Axes, ConversionError
 
 # As JAX knows them: to NumPy itself bfloat16 is not floating.
 _REAL = (jnp.floating, jnp.integer)

@@ -17,8 +17,9 @@ from jax.experimental import multihost_utils
 from safetensors import SafetensorError
 
 from flax_attn.convert.api import load_state_dict, state_dict
+from flax_attn.convert.entry import Entry
 from flax_attn.convert.layouts import LayoutLike
-from flax_attn.convert.rules import ConversionError, Entry
+from flax_attn.convert.rules import ConversionError
 from flax_attn.convert.stacked import Tensor
 
 # What a file begins with that Git LFS has not replaced by its content.

@@ -6,7 +6,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
-from flax_attn.convert.rules import Axes, ConversionError, Entry, Layout, Rule, Shape
+from flax_attn.convert.entry import Entry
+from flax_attn.convert.rules import Axes, ConversionError, Layout, Rule, Shape
 
 
 def no_axes(prefix: str) -> Mapping[str, int]:
@@ -114,5 +115,7 @@ def _makers(entries: list[Entry]) -> dict[str, list[str]]:
     """Return the parameters that make each entry, one text for each time it is made."""
     makers = defaultdict(list)
     for entry in entries:
-        makers[entry.theirs].append(" and ".join(entry.ours))
+        stored = entry.tensors if "*" in entry.theirs else [entry.theirs]
+        for name in stored:
+            makers[name].append(" and ".join(entry.ours))
     return makers

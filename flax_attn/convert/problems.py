@@ -5,7 +5,8 @@ from collections.abc import Callable, Mapping
 from itertools import chain
 
 from attn_spec.checks import nearest
-from flax_attn.convert.rules import Entry, Layout, Shape
+from flax_attn.convert.entry import Entry
+from flax_attn.convert.rules import Layout, Shape
 
 Shapes = Mapping[str, Shape]
 # The lines of each kind of problem; what is left out is counted.

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from flax_attn.convert.rules import Entry, Layout
+from flax_attn.convert.entry import Entry
+from flax_attn.convert.rules import Layout
 from flax_attn.parity import tolerance
 from flax_attn.parity.adapters.adapter import (
     Adapter,

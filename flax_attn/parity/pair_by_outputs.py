@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from flax_attn import convert
+from flax_attn.convert.entry import Entry
 from flax_attn.convert.match.pairing import Pairing
-from flax_attn.convert.rules import Entry
 from flax_attn.parity import tolerance
 from flax_attn.parity.adapters.adapter import AdapterError, NotRun, RunSpec
 from flax_attn.parity.float32 import largest_error

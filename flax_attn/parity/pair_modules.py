@@ -10,8 +10,8 @@ import numpy as np
 
 from attn_spec.checks import check_choice
 from flax_attn import convert
+from flax_attn.convert.entry import Entry
 from flax_attn.convert.match.auto import possible_pairings
-from flax_attn.convert.rules import Entry
 from flax_attn.parity import tolerance
 from flax_attn.parity.adapters.adapter import Adapter, PairingError
 from flax_attn.parity.adapters.jax_adapter import JaxAdapter

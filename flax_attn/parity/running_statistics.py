@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx
 
 from flax_attn.convert.api import naming
-from flax_attn.convert.rules import Entry
+from flax_attn.convert.entry import Entry
 from flax_attn.parity import tolerance
 from flax_attn.parity.adapters.adapter import (
     AdapterError,

@@ -9,9 +9,10 @@ from typing import Any
 from flax import nnx
 
 from flax_attn.convert.api import axes_of
+from flax_attn.convert.entry import Entry
 from flax_attn.convert.planning import no_axes, plan
 from flax_attn.convert.problems import problems
-from flax_attn.convert.rules import ConversionError, Entry, Layout
+from flax_attn.convert.rules import ConversionError, Layout
 from flax_attn.parity.adapters.adapter import PairingError
 
 

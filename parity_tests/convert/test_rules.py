@@ -8,8 +8,9 @@ from flax import nnx
 import flax_attn
 from flax_attn import convert
 from flax_attn.convert import ConversionError
+from flax_attn.convert.entry import Entry
 from flax_attn.convert.planning import plan
-from flax_attn.convert.rules import Entry, Layout, Rule
+from flax_attn.convert.rules import Layout, Rule
 
 RANDOM = np.random.default_rng(0)
 WIDTHS = {"query": 2, "key": 2, "value": 6}

@@ -15,7 +15,7 @@ from flax import nnx
 
 import flax_attn.functional.reference
 import torch_ref
-from flax_attn.convert.rules import Entry
+from flax_attn.convert.entry import Entry
 from flax_attn.parity import CHECKS, compare
 from flax_attn.parity.check import Check, worst_of
 from flax_attn.proof import prove

@@ -193,7 +193,7 @@ SPOILT = [
     (spoilt_not_an_export, "holds arrays, but is no export of a comparison"),
     (
         spoilt_another_format,
-        "an export of format 4, made by flax-attn 9.9; this version reads format 3. Export again",
+        "an export of format 5, made by flax-attn 9.9; this version reads format 4. Export again",
     ),
     (spoilt_other_inputs, "was recorded with other inputs of 'outputs'"),
 ]

@@ -9,7 +9,7 @@ from flax import nnx
 from torch import nn
 
 from flax_attn.convert import ConversionError, Layout, Rule
-from flax_attn.convert.rules import Entry
+from flax_attn.convert.entry import Entry
 from flax_attn.parity import compare
 from flax_attn.parity.adapters.recording import Recording
 

@@ -10,6 +10,7 @@ from flax import nnx
 
 from attn_spec.checks import nearest
 from flax_attn.convert.api import axes_of
+from flax_attn.convert.entry import Entry
 from flax_attn.convert.match.all_matchings import all_matchings
 from flax_attn.convert.match.jax_tree import jax_tree
 from flax_attn.convert.match.left_over import LeftOver
@@ -28,7 +29,7 @@ from flax_attn.convert.match.tree import (
     tensors_of,
 )
 from flax_attn.convert.planning import apply_rules, no_axes
-from flax_attn.convert.rules import ConversionError, Entry, Rule, Shape
+from flax_attn.convert.rules import ConversionError, Rule, Shape
 
 
 class Taken(NamedTuple):
@@ -143,8 +144,8 @@ def _packed_tensors(tree: Group) -> Iterator[tuple[str, Tensor]]:
 
 
 def _row_by_name(kind: str, tensor: Tensor) -> PairedTensor:
-    name, shape = tensor.name, tensor.shape
-    return PairedTensor(kind, (name,), (shape,), name, shape, "", "name")
+    rule = Rule((tensor.name,), tensor.name)
+    return PairedTensor(kind, rule, (tensor.shape,), tensor.shape, "name")
 
 
 def _check_torch_module(module: Any) -> None:
@@ -162,7 +163,7 @@ def _pairing(rows: list[PairedTensor], names: Sequence[str]) -> Pairing:
     ignored = sorted(set(names) - by_name.keys())
     # A name is looked for under any prefix, so the longer of two that end alike has to come first.
     longest = sorted(in_order, key=lambda row: -row.ours[0].count("."))
-    rules = tuple(Rule(row.ours, row.theirs, row.pattern, row.axis) for row in longest)
+    rules = tuple(row.rule for row in longest)
     return Pairing(rules, "|".join(map(re.escape, ignored)), rows=tuple(in_order))
 
 
@@ -271,13 +272,10 @@ def _check_fit(entries: Sequence[Entry], theirs: Mapping[str, Tensor]) -> None:
 def _ruled(entry: Entry, trainable: bool) -> PairedTensor:
     return PairedTensor(
         kind="-",
-        ours=entry.ours,
+        rule=entry.named_rule,
         shapes=entry.shapes,
-        theirs=entry.theirs,
         shape=entry.shape,
-        pattern=entry.rule.pattern,
         evidence="rule",
-        axis=entry.rule.axis,
         trainable=trainable,
     )
 
@@ -331,12 +329,9 @@ def _row(pairs: Sequence[_PairedPart]) -> PairedTensor:
         )
     return PairedTensor(
         kind=first.kind,
-        ours=names,
+        rule=Rule(names, tensor.name, first.pattern, first.theirs.axis),
         shapes=tuple(own.shape for own in ours),
-        theirs=tensor.name,
         shape=tensor.shape,
-        pattern=first.pattern,
         evidence=first.evidence,
-        axis=first.theirs.axis,
         trainable=tensor.trainable,
     )

@@ -12,6 +12,7 @@ from itertools import chain
 from math import prod
 from typing import NamedTuple
 
+from flax_attn.convert.entry import axes_of_side
 from flax_attn.convert.match.all_matchings import all_matchings
 from flax_attn.convert.match.matcher import Evidence, Matching
 from flax_attn.convert.match.names import key_of
@@ -27,7 +28,7 @@ from flax_attn.convert.match.tree import (
     TensorPart,
     simplify,
 )
-from flax_attn.convert.rules import Shape, axes_of_side
+from flax_attn.convert.rules import Rule, Shape
 
 # A layer with the parts of its name.
 _Named = tuple[Path, Layer]
@@ -371,11 +372,9 @@ def _shape_after(pattern: str, shape: Shape) -> Shape | None:
 def _row(ours: _Item, theirs: _Item, pattern: str, evidence: Evidence) -> PairedTensor:
     return PairedTensor(
         kind=PARAMETER,
-        ours=ours.names,
+        rule=Rule(ours.names, theirs.name, pattern),
         shapes=tuple(tensor.shape for tensor in ours.tensors),
-        theirs=theirs.name,
         shape=theirs.shape,
-        pattern=pattern,
         evidence=evidence,
         trainable=theirs.tensors[0].trainable,
     )

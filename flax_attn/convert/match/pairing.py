@@ -3,7 +3,8 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from flax_attn.convert.rules import Layout, Shape, stored_names
+from flax_attn.convert.entry import stored_names
+from flax_attn.convert.rules import Layout, Rule, Shape
 
 
 @dataclass(frozen=True)
@@ -12,39 +13,50 @@ class PairedTensor:
 
     Args:
         kind: kind of the layer.
-        ours: names on the JAX side, several where PyTorch holds them in one tensor.
-        shapes: shapes of the parameters in `ours`.
-        theirs: name on the PyTorch side; with `*` for a number, one of ours is a list there.
-        shape: shape of the tensor `theirs`.
-        pattern: einops pattern from ours to theirs; `""` is the same array.
+        rule: rule that pairs them, with full names.
+        shapes: shapes of our parameters.
+        shape: shape of what they make on the PyTorch side, as a whole.
         evidence: evidence for the pair: the `shape`, the `name`, a `number` in the name, the
-            `order`, or a `rule`.
-        axis: axis of `theirs` along which several of `ours` are joined.
+            `order`, the `outputs`, or a `rule`.
         trainable: False for running statistics.
     """
 
     kind: str
-    ours: tuple[str, ...]
+    rule: Rule
     shapes: tuple[Shape, ...]
-    theirs: str
     shape: Shape
-    pattern: str
     evidence: str
-    axis: int = 0
     trainable: bool = True
 
     @property
+    def ours(self) -> tuple[str, ...]:
+        """The names on the JAX side, several where PyTorch holds them in one tensor."""
+        return self.rule.ours
+
+    @property
+    def theirs(self) -> str:
+        """The name on the PyTorch side; with `*` where one of ours is several there."""
+        return self.rule.theirs
+
+    @property
+    def pattern(self) -> str:
+        """The einops pattern from ours to theirs; `""` is the same array."""
+        return self.rule.pattern
+
+    @property
     def their_names(self) -> list[str]:
-        """The names on the PyTorch side, several where one of ours is a list there."""
-        return stored_names(self.theirs, self.shape)
+        """The names on the PyTorch side, several where one of ours is several there."""
+        return stored_names(self.theirs, self.shape, self.rule.names)
 
     def cells(self) -> list[str]:
         """Return the row as text."""
         names = " + ".join(_short(self.ours))
+        # Those of a list are too many to be named.
+        theirs = _short(self.their_names) if self.rule.names else [self.theirs]
         # Parts are often of one shape, which is said once.
         shapes = " + ".join(map(str, dict.fromkeys(self.shapes)))
         return [
-            self.theirs,
+            " + ".join(theirs),
             self.kind,
             str(self.shape),
             names,

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import numpy as np
 
+from flax_attn.convert.entry import Entry
 from flax_attn.convert.headers import Stored
-from flax_attn.convert.rules import ConversionError, Entry
+from flax_attn.convert.rules import ConversionError
 from flax_attn.models.hugging_face.family import Family
 
 _ROWS = 4096  # compared at once

@@ -8,10 +8,11 @@ from flax import nnx
 
 from attn_spec.checks import DTYPES
 from flax_attn.convert.api import axes_of
+from flax_attn.convert.entry import Entry
 from flax_attn.convert.headers import Stored
 from flax_attn.convert.planning import plan
 from flax_attn.convert.problems import problems
-from flax_attn.convert.rules import ConversionError, Entry, Layout
+from flax_attn.convert.rules import ConversionError, Layout
 from flax_attn.convert.stacked import Tensor
 from flax_attn.models.hugging_face.family import Family
 

@@ -11,8 +11,8 @@ import numpy as np
 from flax import nnx
 from flax.typing import Dtype
 
+from flax_attn.convert.entry import Entry
 from flax_attn.convert.headers import Stored
-from flax_attn.convert.rules import Entry
 from flax_attn.functional.quantized import QuantizedMatrix
 from flax_attn.models.hugging_face.packed import Codes, Packed
 from flax_attn.models.hugging_face.reading import read_parts

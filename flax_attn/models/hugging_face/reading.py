@@ -11,8 +11,8 @@ import numpy as np
 from flax import nnx
 from flax.typing import Dtype
 
+from flax_attn.convert.entry import Entry
 from flax_attn.convert.headers import Stored
-from flax_attn.convert.rules import Entry
 from flax_attn.convert.stacked import LayerSlice, Tensor, whole
 from flax_attn.models.hugging_face.values import Memory, OnMesh
 
@@ -47,8 +47,9 @@ def _size(group: list[Entry]) -> int:
 
 def read_parts(entry: Entry, stored: Mapping[str, Stored]) -> dict[str, list[np.ndarray]]:
     """Return the parts of an entry: each parameter whole, or in the pieces that it is stored in."""
-    if "*" not in entry.theirs:
-        parts = entry.parts(stored[entry.theirs].read())
+    if not entry.is_list:
+        arrays = {name: stored[name].read() for name in entry.tensors}
+        parts = entry.parts(entry.joined(arrays))
         return {name: [part] for name, part in parts.items()}
     # Each expert is taken apart by itself, as one of one.
     shapes = tuple((1, *shape[1:]) for shape in entry.shapes)

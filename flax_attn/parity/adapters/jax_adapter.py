@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flax_attn.convert.rules import Entry
+from flax_attn.convert.entry import Entry
 from flax_attn.parity.adapters.adapter import (
     Arrays,
     Float32,
@@ -35,7 +35,7 @@ from flax_attn.parity.adapters.jax_arrays import (
     zeros_like,
 )
 from flax_attn.parity.adapters.jax_float32 import named_float32_as_float64
-from flax_attn.parity.adapters.jax_parts import Parts, take_apart
+from flax_attn.parity.adapters.jax_parts import Cut, ListCut, NamedCut, Parts, take_apart
 from flax_attn.parity.adapters.jax_programs import Programs
 from flax_attn.parity.adapters.jax_training import Training
 from flax_attn.parity.adapters.module_adapter import ModuleAdapter
@@ -68,13 +68,16 @@ def _in_each_mode(module: Any) -> dict[Mode, Parts]:
     return {mode: take_apart(module, mode) for mode in get_args(Mode)}
 
 
-def _list_axes(entries: Sequence[Entry]) -> dict[str, int]:
-    """Return the axis that counts the pieces of each parameter that is stored in pieces."""
-    axes = {}
+def _cuts(entries: Sequence[Entry]) -> dict[str, Cut]:
+    """Return how each parameter that is stored in pieces is cut into them."""
+    cuts: dict[str, Cut] = {}
     for entry in entries:
-        if entry.whole is not None:
-            axes |= dict.fromkeys(entry.whole.ours, entry.whole.list_axis)
-    return axes
+        whole = entry.whole
+        if whole is None:
+            continue
+        cut = NamedCut(whole) if whole.rule.names else ListCut(whole.list_axis)
+        cuts |= dict.fromkeys(whole.ours, cut)
+    return cuts
 
 
 def _shapes(arrays: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -136,8 +139,8 @@ class JaxAdapter(ModuleAdapter):
         self._statistics: dict[str, Any] = dict(parts.statistics)
 
     def _cut(self) -> None:
-        axes = _list_axes(self.entries)
-        self._modes = {mode: parts.cut(axes) for mode, parts in self._whole.items()}
+        cuts = _cuts(self.entries)
+        self._modes = {mode: parts.cut(cuts) for mode, parts in self._whole.items()}
 
     @property
     def whole_shapes(self) -> dict[str, tuple[int, ...]]:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from flax import linen, nnx
 
 from flax_attn.convert.api import naming
+from flax_attn.convert.entry import Entry, piece_name
 from flax_attn.convert.match.jax_tree import is_bound
-from flax_attn.convert.rules import piece_name
 from flax_attn.parity.adapters.adapter import Mode, PairingError
 from flax_attn.parity.adapters.module_adapter import check_kind
 
@@ -45,58 +45,94 @@ class Parts(NamedTuple):
     call: Callable
     state: State | None = None
 
-    def cut(self, axes: Mapping[str, int]) -> Parts:
-        """Return the parts with some parameters in pieces, one for each index of an axis.
+    def cut(self, cuts: Mapping[str, Cut]) -> Parts:
+        """Return the parts with some parameters in pieces.
 
         Args:
-            axes: the axis that counts the pieces, by the name of the parameter.
+            cuts: how a parameter is cut, by its name.
         """
-        if not axes:
+        if not cuts:
             return self
         return self._replace(
-            params=_cut(self.params, axes),
-            statistics=_cut(self.statistics, axes),
-            build=_joining(self, axes),
-            state=self.state and _cutting(self.state, axes),
+            params=_cut(self.params, cuts),
+            statistics=_cut(self.statistics, cuts),
+            build=_joining(self, cuts),
+            state=self.state and _cutting(self.state, cuts),
         )
 
 
-def _joining(parts: Parts, axes: Mapping[str, int]) -> Build:
+@runtime_checkable
+class Cut(Protocol):
+    """How a parameter is cut into pieces."""
+
+    def pieces(self, name: str, array: jax.Array) -> dict[str, jax.Array]:
+        """Return the pieces of a parameter of this name, by their own."""
+        ...
+
+    def join(self, pieces: list[jax.Array]) -> jax.Array:
+        """Return the parameter that is made of these pieces."""
+        ...
+
+
+class ListCut(NamedTuple):
+    """A piece for each index of an axis."""
+
+    axis: int
+
+    def pieces(self, name: str, array: jax.Array) -> dict[str, jax.Array]:
+        """Return the pieces of a parameter of this name, by their own."""
+        pieces = jnp.moveaxis(array, self.axis, 0)
+        return {piece_name(name, i): piece for i, piece in enumerate(pieces)}
+
+    def join(self, pieces: list[jax.Array]) -> jax.Array:
+        """Return the parameter that is made of these pieces."""
+        return jnp.stack(pieces, self.axis)
+
+
+class NamedCut(NamedTuple):
+    """A piece for each name of an entry that one parameter makes."""
+
+    entry: Entry
+
+    def pieces(self, name: str, array: jax.Array) -> dict[str, jax.Array]:
+        """Return the pieces of a parameter of this name, by their own."""
+        return self.entry.named_pieces(array)
+
+    def join(self, pieces: list[jax.Array]) -> jax.Array:
+        """Return the parameter that is made of these pieces."""
+        return self.entry.from_named_pieces(pieces)
+
+
+def _joining(parts: Parts, cuts: Mapping[str, Cut]) -> Build:
     """Return a function that builds a module from parameters of which some are in pieces."""
     arrays = {**parts.params, **parts.statistics}
-    names = {name: _cut({name: arrays[name]}, axes) for name in axes}
+    names = {name: list(cut.pieces(name, arrays[name])) for name, cut in cuts.items()}
 
     def build(arrays: Mapping[str, jax.Array], rest: Any) -> Any:
-        whole = {name: _joined(arrays, own, axes[name]) for name, own in names.items()}
+        whole = {}
+        for name, own in names.items():
+            pieces = [arrays[piece] for piece in own]
+            whole[name] = cuts[name].join(pieces)
         return parts.build({**arrays, **whole}, rest)
 
     return build
 
 
-def _joined(arrays: Mapping[str, jax.Array], names: Iterable[str], axis: int) -> jax.Array:
-    return jnp.stack([arrays[name] for name in names], axis)
-
-
-def _cutting(state: State, axes: Mapping[str, int]) -> State:
+def _cutting(state: State, cuts: Mapping[str, Cut]) -> State:
     """Return a function of the state of a module that cuts the running statistics."""
 
     def cut(module: Any) -> tuple[dict[str, jax.Array], Any]:
         statistics, rest = state(module)
-        return _cut(statistics, axes), rest
+        return _cut(statistics, cuts), rest
 
     return cut
 
 
-def _cut(arrays: Mapping[str, jax.Array], axes: Mapping[str, int]) -> dict[str, jax.Array]:
+def _cut(arrays: Mapping[str, jax.Array], cuts: Mapping[str, Cut]) -> dict[str, jax.Array]:
     found = {}
     for name, array in arrays.items():
-        found |= _pieces(name, array, axes[name]) if name in axes else {name: array}
+        found |= cuts[name].pieces(name, array) if name in cuts else {name: array}
     return found
-
-
-def _pieces(name: str, array: jax.Array, axis: int) -> dict[str, jax.Array]:
-    pieces = jnp.moveaxis(array, axis, 0)
-    return {piece_name(name, i): piece for i, piece in enumerate(pieces)}
 
 
 def take_apart(module: Any, mode: Mode = "eval") -> Parts:
@@ -214,7 +250,7 @@ def _join(arrays: Mapping[str, jax.Array], names: Mapping[str, int | None]) -> j
     """Return the array of a variable, those of stacked layers joined."""
     if None in names.values():
         return arrays[next(iter(names))]
-    return _joined(arrays, names, 0)
+    return jnp.stack([arrays[name] for name in names])
 
 
 def _is_statistic(path: tuple, value: Any) -> bool:

@@ -19,8 +19,9 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
+from flax_attn.convert.entry import Entry
 from flax_attn.convert.replacing import replacing
-from flax_attn.convert.rules import Entry, Layout, Rule
+from flax_attn.convert.rules import Layout, Rule
 from flax_attn.parity.adapters.adapter import (
     Adapter,
     Arrays,
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from flax_attn.parity.training import TrainingSpec
 
 # The format of the file; another one is refused.
-FORMAT = 3
+FORMAT = 4
 _KINDS = ("outputs", "gradients", "second")
 # What reading a file that was cut or changed may raise.
 _DAMAGED = (safetensors.SafetensorError, OSError, ValueError)
@@ -153,7 +154,7 @@ class Recording:
     @property
     def layout(self) -> Layout | None:
         """The layout that was used, with full names of parameters; None if there was none."""
-        rules = [Rule(tuple(ours), theirs, *rest) for ours, theirs, *rest in self.about["rules"]]
+        rules = [_rule(fields) for fields in self.about["rules"]]
         # A rule applies under any prefix, so the longer of two names that end alike comes first.
         rules.sort(key=lambda rule: -rule.ours[0].count("."))
         return Layout(tuple(rules)) if rules else None
@@ -270,12 +271,20 @@ def _leaves(name: str, value: Any) -> Iterator[bytes]:
         yield f"{name}={value!r}".encode()
 
 
-def _rules(entries: Sequence[Entry]) -> Iterator[tuple[Sequence[str], str, str, int]]:
-    """Yield the rule of each entry; of the pieces of one, its own once."""
+def _rules(entries: Sequence[Entry]) -> Iterator[dict[str, Any]]:
+    """Yield the rule of each entry as data; of the pieces of one, its own once."""
     whole = [entry.whole or entry for entry in entries]
     by_name = {entry.theirs: entry for entry in whole}
     for entry in by_name.values():
-        yield entry.ours, entry.theirs, entry.rule.pattern, entry.rule.axis
+        yield asdict(entry.named_rule)
+
+
+def _rule(fields: Mapping[str, Any]) -> Rule:
+    """Return a rule from its fields, as `_rules` yields them; JSON has made lists of tuples."""
+    values: dict[str, Any] = dict(fields)
+    for name in ("ours", "names", "shares"):
+        values[name] = tuple(fields[name])
+    return Rule(**values)
 
 
 def _read(path: Path) -> tuple[Arrays, dict[str, Any]]:

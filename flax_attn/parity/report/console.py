@@ -11,7 +11,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from flax_attn.convert.rules import Entry
+from flax_attn.convert.entry import Entry
 from flax_attn.parity import tolerance
 from flax_attn.parity.check import Check
 from flax_attn.parity.report import wording

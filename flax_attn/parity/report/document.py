@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flax_attn.convert.entry import Entry
 from flax_attn.convert.replacing import replacing
-from flax_attn.convert.rules import Entry
 from flax_attn.parity.check import Check, finite
 from flax_attn.parity.report.state import next_steps
 

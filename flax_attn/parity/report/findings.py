@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flax_attn.convert.rules import Entry
+from flax_attn.convert.entry import Entry
 from flax_attn.parity.check import Check
 from flax_attn.parity.coverage import Coverage
 from flax_attn.parity.mutants import Mutants

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flax_attn.convert.rules import Entry
+from flax_attn.convert.entry import Entry
 from flax_attn.parity.check import Check
 from flax_attn.parity.report.findings import Findings
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
-from flax_attn.convert.rules import Entry
+from flax_attn.convert.entry import Entry
 
 # The whole module, together with the function that calls it.
 ROOT = "."
