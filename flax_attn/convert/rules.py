@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 
@@ -77,6 +77,17 @@ class Rule:
             )
         self._check_placeholders()
         self._check_names()
+
+    def __repr__(self) -> str:
+        """Return the call that makes it, with the pattern by position."""
+        shown = [repr(self.ours), repr(self.theirs)]
+        if self.pattern:
+            shown.append(repr(self.pattern))
+        for field in fields(self)[3:]:
+            value = getattr(self, field.name)
+            if value != field.default:
+                shown.append(f"{field.name}={value!r}")
+        return f"Rule({', '.join(shown)})"
 
     def _check_placeholders(self) -> None:
         names = [*self.ours, self.theirs]

@@ -27,7 +27,12 @@ def pair_by_outputs(pair: Pair, candidates: Sequence[Candidate]) -> None:
     With random weights that of a right port agrees, and no other one does. Where none agrees, the
     two differ however they are paired, and the first pairing is taken.
     """
-    errors = [_error(pair, *candidate) for candidate in candidates]
+    errors = []
+    for candidate in candidates:
+        errors.append(_error(pair, *candidate))
+        # Random weights agree to the last bits by no accident.
+        if errors[-1] <= tolerance.FORWARD:
+            break
     best = int(np.argmin(errors))
     agrees = _agree(errors[best])
     layout, entries = candidates[best if agrees else 0]
@@ -91,13 +96,14 @@ def _doubtful(layout: convert.Layout | None, layouts: Sequence[convert.Layout | 
     doubtful = []
     for name, ours in _partners(layout).items():
         if any(other.get(name) != ours for other in others):
-            doubtful.append(f"{ours[0]} and {name}")
+            doubtful.append(f"{min(ours)} and {name}")
     return doubtful
 
 
-def _partners(layout: convert.Layout | None) -> dict[str, tuple[str, ...]]:
+def _partners(layout: convert.Layout | None) -> dict[str, set[str]]:
     rows = layout.rows if isinstance(layout, Pairing) else ()
-    return {row.theirs: row.ours for row in rows}
+    # In which order one side holds several is told by the outputs.
+    return {row.theirs: set(row.ours) for row in rows}
 
 
 def _doubtful_turns(layout: convert.Layout | None) -> list[str]:

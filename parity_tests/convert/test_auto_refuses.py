@@ -210,12 +210,12 @@ def test_rules_settle_a_part():
 def test_rules_of_a_fused_projection():
     ours = Flax(att=nnx.MultiHeadAttention(2, D, decode=False, rngs=R))
     theirs = Torch(att=Torch(qkv=nn.Linear(D, 3 * D), proj=nn.Linear(D, D)))
-    found = lines(ours, theirs)
-    assert any(
-        "torch att.qkv.weight (18, 6)" in line and line.endswith("value is not known")
-        for line in found
-    )
     parts = ("query", "key", "value")
+    names = tuple(f"att.{name}.kernel" for name in parts)
+    assert lines(ours, theirs)[1] == (
+        f"  flax {' + '.join(names)} (6, 2, 3) may be torch att.qkv.weight (18, 6). In which order"
+        f" is not known; one after the other: Rule({names}, 'att.qkv.weight', 'i n h -> (n h) i')"
+    )
     rules = [
         Rule(tuple(f"{name}.kernel" for name in parts), "qkv.weight", "i n h -> (n h) i"),
         Rule(tuple(f"{name}.bias" for name in parts), "qkv.bias", "n h -> (n h)"),

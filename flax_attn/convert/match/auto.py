@@ -13,7 +13,7 @@ from flax_attn.convert.api import axes_of
 from flax_attn.convert.entry import Entry
 from flax_attn.convert.match.all_matchings import all_matchings
 from flax_attn.convert.match.jax_tree import jax_tree
-from flax_attn.convert.match.left_over import LeftOver
+from flax_attn.convert.match.left_over import Choice, LeftOver
 from flax_attn.convert.match.matcher import Matching, main_part, match
 from flax_attn.convert.match.pairing import PairedTensor, Pairing, transformation
 from flax_attn.convert.match.report import message, problems_of
@@ -102,7 +102,9 @@ def _rest(
     found = _complete(flax_module, torch_module, taken)
     if found is None:
         problems = [*_unused(rules, flax_module), *left.problems(by_name)]
-        raise _unpaired(flax_module, torch_module, taken, problems)
+        # What may be a pair has a line of its own.
+        told = _names([*known, *left.rows(by_name, Choice())])
+        raise _unpaired(flax_module, torch_module, told, problems)
     return [*rows, *_rows(found)]
 
 

@@ -123,7 +123,6 @@ class JaxAdapter(ModuleAdapter):
     ):
         self.module = module
         self.device = device
-        self.programs = Programs(self._stepped)
         self._place = place
         self._whole = _in_each_mode(module)
         self.share(entries)
@@ -133,6 +132,8 @@ class JaxAdapter(ModuleAdapter):
         """Take the pairs of parameters; those that are stored in pieces become their pieces."""
         self.entries = list(entries)
         self._cut()
+        # Compiled programs put the pieces together as they were cut before.
+        self.programs = Programs(self._stepped)
         parts = self._modes["eval"]
         # Copies: weights are loaded into them, and the module stays as it is.
         self._params: dict[str, Any] = dict(parts.params)

@@ -25,6 +25,7 @@ from flax_attn.convert.rules import Layout, Rule
 from flax_attn.parity.adapters.adapter import (
     Adapter,
     Arrays,
+    Float32,
     PairingError,
     Result,
     RunSpec,
@@ -159,6 +160,11 @@ class Recording:
         rules.sort(key=lambda rule: -rule.ours[0].count("."))
         return Layout(tuple(rules)) if rules else None
 
+    @property
+    def float32(self) -> Float32:
+        """How the runs of JAX in float64 read float32."""
+        return Float32[self.about["float32"]]
+
     def weights(self) -> Arrays:
         """Return the recorded parameters."""
         return self._under("weights/")
@@ -210,6 +216,7 @@ def save(report: Report, folder: str | PathLike[str]) -> Path:
     """
     if report.pair is None or not isinstance(report.pair.torch, RecordingAdapter):
         raise ExportError(f"{report.name} was compared without recording: pass record=True")
+    flax: Any = report.pair.flax
     path = Path(folder) / f"{file_name(report.name)}.safetensors"
     path.parent.mkdir(parents=True, exist_ok=True)
     about = {
@@ -219,6 +226,7 @@ def save(report: Report, folder: str | PathLike[str]) -> Path:
         "environment": report.environment,
         "checks": [check.name for check in report.checks if check.ran],
         "rules": list(_rules(report.pair.entries)),
+        "float32": flax.float32.name,
     }
     report.pair.torch.save(path, report.pair.inputs, about)
     return path
@@ -274,8 +282,8 @@ def _leaves(name: str, value: Any) -> Iterator[bytes]:
 def _rules(entries: Sequence[Entry]) -> Iterator[dict[str, Any]]:
     """Yield the rule of each entry as data; of the pieces of one, its own once."""
     whole = [entry.whole or entry for entry in entries]
-    by_name = {entry.theirs: entry for entry in whole}
-    for entry in by_name.values():
+    once = {entry.ours: entry for entry in whole}
+    for entry in once.values():
         yield asdict(entry.named_rule)
 
 

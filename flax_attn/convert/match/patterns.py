@@ -1,0 +1,103 @@
+"""The einops patterns by which a parameter of one framework may be that of another one."""
+
+from collections.abc import Iterator, Sequence
+from math import prod
+
+from flax_attn.convert.entry import axes_of_side
+from flax_attn.convert.rules import Shape
+
+# A matrix of heads that is one axis on the other side, as it lies before and after.
+_WITH_HEADS = ("i n h -> (n h) i", "n i h -> (n h) i", "n h o -> o (n h)", "n h -> (n h)")
+# Several projections as one array with an axis `e` that counts them, and as they are joined.
+_COUNTED = (
+    "e i o -> (e o) i",
+    "i e o -> (e o) i",
+    "e o i -> (e o) i",
+    "e o -> (e o)",
+    "e i n h -> (e n h) i",
+    "i e n h -> (e n h) i",
+    "i n e h -> (e n h) i",
+    "e n h -> (e n h)",
+    "n e h -> (e n h)",
+)
+
+
+def fitting(shape: Shape, wanted: Shape, is_kernel: bool) -> list[str]:
+    """Return the patterns from a shape to another one; a kernel lies as those of Flax do."""
+    found = [pattern for pattern in _ways(len(shape)) if shape_after(pattern, shape) == wanted]
+    if shape == wanted and not (is_kernel and found):
+        found.append("")
+    return found
+
+
+def fitting_of_several(shape: Shape, wanted: Shape, is_kernel: bool, count: int) -> list[str]:
+    """Return the patterns from a parameter that holds so many to these, joined along an axis."""
+    counted = []
+    for pattern in _COUNTED:
+        left = pattern.split(" -> ")[0].split()
+        is_counted = len(left) == len(shape) and shape[left.index("e")] == count
+        if is_counted and shape_after(pattern, shape) == wanted:
+            counted.append(pattern)
+    return fitting(shape, wanted, is_kernel) + counted
+
+
+def fitting_to_join(shapes: Sequence[Shape], wanted: Shape, is_kernel: bool) -> list[str]:
+    """Return the patterns from several parameters to parts that are one if they are joined."""
+    found = []
+    for pattern in ["", *_ways(len(shapes[0]))]:
+        parts = [shape_after(pattern, shape) if pattern else shape for shape in shapes]
+        if _joined(parts) == wanted:
+            found.append(pattern)
+    turned = [pattern for pattern in found if pattern]
+    return turned if is_kernel and turned else found
+
+
+def _joined(shapes: Sequence[Shape | None]) -> Shape | None:
+    """Return the shape of what is joined along the first axis; None if that is not possible."""
+    known = [shape for shape in shapes if shape]
+    rests = {shape[1:] for shape in known}
+    if len(known) < len(shapes) or len(rests) > 1:
+        return None
+    return sum(shape[0] for shape in known), *rests.pop()
+
+
+def of_list(pattern: str) -> str:
+    """Return a pattern for each layer of a list, which an axis in front counts on both sides."""
+    return pattern and _behind("e", "e", pattern)
+
+
+def of_parts(pattern: str, rank: int) -> str:
+    """Return a pattern for parts that are joined along an axis of size 1 in front."""
+    same = " ".join(_names_of_axes(rank))
+    return _behind("", "1", pattern or f"{same} -> {same}")
+
+
+def shape_after(pattern: str, shape: Shape) -> Shape | None:
+    """Return the shape that a pattern makes of one; None if it has another number of axes."""
+    left, right = map(axes_of_side, pattern.split(" -> "))
+    if len(left) != len(shape):
+        return None
+    sizes = dict(zip(left, shape, strict=True))
+    return tuple(prod(sizes[axis] for axis in side.strip("()").split()) for side in right)
+
+
+def _behind(left: str, right: str, pattern: str) -> str:
+    """Return a pattern with an axis in front of each side."""
+    ours, theirs = pattern.split(" -> ")
+    return f"{left} {ours} -> {right} {theirs}".strip()
+
+
+def _ways(rank: int) -> Iterator[str]:
+    """Yield the patterns by which a weight may become that of another framework."""
+    if rank > 1:
+        axes = _names_of_axes(rank)
+        *places, i, o = axes
+        # As convolutions and linear layers have them, or with the last two axes transposed.
+        for target in dict.fromkeys([(o, i, *places), (*places, o, i)]):
+            yield f"{' '.join(axes)} -> {' '.join(target)}"
+    yield from _WITH_HEADS
+
+
+def _names_of_axes(rank: int) -> list[str]:
+    last = ["i", "o"][-rank:] if rank else []
+    return [f"s{axis}" for axis in range(rank - len(last))] + last
