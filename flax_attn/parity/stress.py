@@ -204,9 +204,10 @@ def _judged(name: str, pair: Pair, hard: Situation, within: dict[str, float]) ->
     errors, drowned = _excesses(ours, theirs, moved)
     if not tolerance.within(errors, 1.0):
         _refuse_ties(pair, spec, theirs)
-    untested += drowned
     errors |= within
-    check = worst_of(name, errors, 1.0, "; ".join(untested), flax=ours.arrays, torch=theirs.arrays)
+    # They were judged, by what rounding does, and have no digit that could be judged further.
+    note = "; ".join([*untested, *drowned])
+    check = worst_of(name, errors, 1.0, note, flax=ours.arrays, torch=theirs.arrays)
     sentences = tuple(f"{name}: {sentence}" for sentence in untested)
     return replace(check, untested=sentences, seen=hard)
 
