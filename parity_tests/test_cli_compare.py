@@ -515,6 +515,17 @@ def test_a_journal_takes_no_running_process_and_no_cut_file_for_a_death(tmp_path
     assert not first.record.exists()
 
 
+def test_a_search_that_was_ended_once_is_tried_again(tmp_path):
+    path = tmp_path / "x.json"
+    for left_out in [], ["where they differ"]:
+        journal = Journal(path)
+        journal.begin("where they differ")
+        # A number that no process has.
+        content = json.loads(path.read_text())
+        path.write_text(json.dumps({**content, "process": 2**22}))
+        assert Journal(path).left_out == left_out
+
+
 def test_without_a_home_a_comparison_runs_and_says_so(modules, monkeypatch, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null/home")
     assert compare(modules, "flax_linear", "torch_linear", *X, *FORWARD) == 2

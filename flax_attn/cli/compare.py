@@ -206,7 +206,7 @@ def _journal(request: Request) -> Iterator[Journal | None]:
         )
         yield None
         return
-    for name in journal.died:
+    for name in journal.left_out:
         print(f"flax-attn: {name}: {journal.reason()}", file=sys.stderr)
     with unfinished(journal.path):
         yield journal

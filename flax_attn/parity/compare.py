@@ -19,7 +19,7 @@ from flax_attn.parity.checks import CHECKS, run_checks
 from flax_attn.parity.coverage import coverage_of
 from flax_attn.parity.cpu import on_cpu
 from flax_attn.parity.inputs import Inputs
-from flax_attn.parity.journal import Journal
+from flax_attn.parity.journal import LOCATING, Journal
 from flax_attn.parity.loaded import loaded
 from flax_attn.parity.loosened import loosened
 from flax_attn.parity.mutants import Mutants, check_count, plant
@@ -41,8 +41,6 @@ FLOAT32 = {
     ("flax", Float32.BY_LIBRARY): "in float64, JAX's attention takes its softmax in float64",
     ("flax", Float32.NAMED): "in float64, what JAX makes in float32 is float64, also by name",
 }
-# Beside the checks, in a journal.
-LOCATING = "where they differ"
 
 
 class ParityError(AssertionError):
@@ -204,7 +202,7 @@ def report_on(
     with on_cpu():
         left_out = {}
         if journal is not None:
-            left_out = dict.fromkeys(journal.died, journal.reason())
+            left_out = dict.fromkeys(journal.left_out, journal.reason())
             # A check is noted before it runs, as it may end the process.
             watch = _both(watch, journal.begin)
         # An unknown name is refused before anything is run.

@@ -11,6 +11,11 @@ from typing import Any
 from flax_attn.parity.check import Check
 from flax_attn.parity.report.document import check_document
 
+# What runs beside the checks. It takes longest, and so it is what a time limit ends.
+LOCATING = "where they differ"
+# The search is tried once more where it was ended.
+TRIES = {LOCATING: 2}
+
 
 class Journal:
     """The checks of one comparison as they run; those that ended the process are left out.
@@ -19,7 +24,7 @@ class Journal:
         path: path of the file. Beside it stands `.died.json` once a check has ended the process.
 
     Attributes:
-        died: names of the checks that ended the process at earlier starts.
+        died: names of the checks that ended the process at earlier starts, once for each.
     """
 
     def __init__(self, path: Path):
@@ -47,6 +52,12 @@ class Journal:
     def end(self, check: Check) -> None:
         """Note what a check found."""
         self._found.append(check_document(check))
+
+    @property
+    def left_out(self) -> list[str]:
+        """The names of the checks that do not run any more."""
+        names = dict.fromkeys(self.died)
+        return [name for name in names if self.died.count(name) >= TRIES.get(name, 1)]
 
     def reason(self) -> str:
         """Return why a check that died does not run, and how it does."""
