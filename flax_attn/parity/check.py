@@ -12,6 +12,9 @@ from flax_attn.parity import tolerance
 from flax_attn.parity.adapters.adapter import Arrays
 from flax_attn.parity.tolerance import numbers
 
+# In the place of the worst tensor, where one side raises and the other does not.
+THE_CALL = "the call itself"
+
 
 @dataclass(frozen=True)
 class Situation:
@@ -61,6 +64,11 @@ class Check:
     covers: tuple[str, ...] = ()
     untested: tuple[str, ...] = ()
     seen: Situation | None = field(default=None, repr=False)
+
+    @property
+    def raised(self) -> bool:
+        """Whether a call of one side raised."""
+        return self.worst == THE_CALL
 
     @property
     def ran(self) -> bool:

@@ -23,7 +23,7 @@ from flax_attn.parity.adapters.adapter import (
     Untested,
 )
 from flax_attn.parity.adapters.recording import ExportError
-from flax_attn.parity.check import Check
+from flax_attn.parity.check import THE_CALL, Check
 from flax_attn.parity.dropout import dropout
 from flax_attn.parity.float64_checks import (
     cache,
@@ -138,7 +138,7 @@ def _raised(name: str, error: Exception) -> Check:
     # Outputs that cannot be compared, or an array that a call keeps while JAX traces it.
     incomparable = isinstance(cause, PairingError | jax.errors.UnexpectedTracerError)
     if isinstance(error, AdapterError) and not incomparable:
-        return Check(name, np.inf, 0.0, worst="the call itself", note=str(error))
+        return Check(name, np.inf, 0.0, worst=THE_CALL, note=str(error))
     # That is no difference, and neither is a fault of the check.
     raised = cause if incomparable else error
     reason = f"the check raised {type(raised).__name__}: {raised}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from flax_attn.parity.adapters.adapter import NotRun
+from flax_attn.parity.adapters.adapter import NotRun, RunSpec, error_text
 from flax_attn.parity.adapters.jax_adapter import JaxAdapter
 from flax_attn.parity.check import Check, worst_of
 from flax_attn.parity.jaxprs import frames_of, opened, programs_in
@@ -54,12 +54,24 @@ def precision(pair: Pair) -> Check:
     widened = _never_low(theirs)
     if not widened:
         raise NotRun("PyTorch widens bfloat16 for no function")
-    ours = list(_taken(pair.flax.program(spec), 1))
+    ours = list(_taken(_program(pair.flax, spec), 1))
     errors = {}
     for name in sorted(widened):
         text, differs = _compared(name, ours, theirs)
         errors[text] = float(differs)
     return worst_of("precision", errors, 0.0)
+
+
+def _program(flax: JaxAdapter, spec: RunSpec) -> Any:
+    """Return the program of a run.
+
+    Raises:
+        NotRun: if the call raises: the check of the dtype fails then, and says it.
+    """
+    try:
+        return flax.program(spec)
+    except Exception as error:
+        raise NotRun(f"JAX does not run in {LOW}: {error_text(error)}") from error
 
 
 def _never_low(taken: Sequence[Taken]) -> set[str]:

@@ -18,6 +18,7 @@ import torch_ref
 from flax_attn.convert.entry import Entry
 from flax_attn.parity import CHECKS, compare
 from flax_attn.parity.check import Check, worst_of
+from flax_attn.parity.report.state import next_steps
 from flax_attn.proof import prove
 from flax_attn.proof.faults import FAULTS
 from flax_attn.proof.many_rows import takes_many_rows
@@ -193,7 +194,22 @@ def test_every_other_error_in_a_lower_dtype_is_a_failure(error, dtype):
     check = check_of(dtype, raising(error, dtype), torch.sin)
     assert check.ran
     assert not check.passed
-    assert check.worst == "the call itself"
+    assert check.raised
+
+
+def test_a_port_that_raises_in_bfloat16_alone():
+    def norm(x):
+        return torch.nn.functional.rms_norm(x, x.shape[-1:])
+
+    sine = raising(ValueError("no bfloat16 here"), "bfloat16")
+    report = compare(sine, norm, [(3, 5)], checks=["bfloat16", "precision"], locate=False)
+    first, *_ = next_steps(report)
+    reason = "bfloat16: flax raised ValueError: no bfloat16 here"
+    assert first == f"make this call run, as it does on the other side: {reason}"
+    skipped = report.check("precision").skipped
+    assert skipped == "JAX does not run in bfloat16: ValueError: no bfloat16 here"
+    # What the dtype would have computed in is not asked.
+    assert not any("which dtypes" in sentence for sentence in report.coverage.untested)
 
 
 @pytest.mark.parametrize("side", ["flax", "torch"])

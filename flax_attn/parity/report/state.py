@@ -35,6 +35,8 @@ def _first_difference(report: Findings) -> str:
         if found:
             return f"mend this first, and compare again: {found[0]}"
     worst = next(check for check in report.failed if check.ran)
+    if worst.raised:
+        return f"make this call run, as it does on the other side: {worst.name}: {worst.note}"
     if agrees:
         return (
             "look at what this check alone shows, as every operation agrees in float64; if it holds"
