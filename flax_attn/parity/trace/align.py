@@ -22,6 +22,33 @@ from flax_attn.parity.trace.numbers import (
 from flax_attn.parity.trace.program import Node, Program
 
 Values = Mapping[Node, np.ndarray]
+# The values that all searches between two runs may compute again: about 20 seconds of small ones.
+VALUES = 400_000
+
+
+class Budget:
+    """How many values searches may compute again, so that each ends after about as long.
+
+    Args:
+        left: number of values.
+    """
+
+    def __init__(self, left: int):
+        self.left = left
+        self._reserved = 0
+
+    def begin(self) -> None:
+        """Give the search that begins half of what is left."""
+        self._reserved = self.left // 2
+
+    def spend(self, count: int) -> None:
+        """Note that so many values were computed."""
+        self.left -= count
+
+    @property
+    def spent(self) -> bool:
+        """Whether this search has to end."""
+        return self.left <= self._reserved
 
 
 @dataclass
@@ -35,6 +62,7 @@ class Alignment:
         changed: values of the JAX run that replace those that it computed.
         fixed: nodes of JAX whose values were taken from PyTorch, and stay.
         ordered: whether numbers in another order are another quantity, except for a layout of axes.
+        budget: how many values may be computed again, shared by all alignments of two runs.
     """
 
     flax: Program
@@ -43,6 +71,7 @@ class Alignment:
     changed: Values = field(default_factory=dict)
     fixed: frozenset[Node] = frozenset()
     ordered: bool = False
+    budget: Budget = field(default_factory=lambda: Budget(VALUES))
 
     def __post_init__(self):
         self._numbers: dict[Node, Numbers] = {}
@@ -150,7 +179,9 @@ class Alignment:
         self, replaced: Values, most: int | None = None, until: Node | None = None
     ) -> dict[Node, np.ndarray]:
         """Return the values of JAX that change when some are replaced, as `Program.rerun` does."""
-        return self.flax.rerun(replaced, self.changed, most, until, self.fixed)
+        changed = self.flax.rerun(replaced, self.changed, most, until, self.fixed)
+        self.budget.spend(len(changed))
+        return changed
 
     def wrong(self, changed: Values = MappingProxyType({})) -> list[str]:
         """Return the names of the outputs that differ, with changed values if there are any."""

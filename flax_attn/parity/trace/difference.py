@@ -88,6 +88,7 @@ class Difference:
         unproven: whether the hypotheses are where the programs part, with no value replaced.
         attention: attention weights `(b, n, t, s)` of JAX and of PyTorch, by submodule.
         miscompiled: program that XLA computes wrongly, if both sides agree operation by operation.
+        ended: whether the search ended before it had tried all that it tries.
     """
 
     hypotheses: tuple[Hypothesis, ...] = ()
@@ -97,6 +98,7 @@ class Difference:
     unproven: bool = False
     attention: Attention = field(default_factory=dict, repr=False)
     miscompiled: compiler.Miscompiled | None = None
+    ended: bool = False
 
     @property
     def repaired(self) -> bool:
@@ -152,6 +154,7 @@ class Difference:
             "repaired": self.repaired,
             "remaining": list(self.remaining),
             "backward": self.backward,
+            "ended": self.ended,
             "miscompiled": self.miscompiled and self.miscompiled.as_dict(),
             "steps": [step.as_dict() for step in self.steps],
         }
@@ -203,14 +206,15 @@ def _difference(found: Search, backward: bool = False) -> Difference:
         # No value of PyTorch could replace one of JAX: this is only where the programs part.
         parting = parted(found.alignment, wrong)
         vague = [replace(one, doubtful=one.parameter == "layout") for one in parting]
-        return Difference(tuple(vague), wrong, steps, backward, unproven=True)
+        return Difference(tuple(vague), wrong, steps, backward, unproven=True, ended=found.ended)
     still_wrong = bool(wrong)
     doubtful = still_wrong or _causes(found.hypotheses) >= MANY
     hypotheses = []
     for one in _told(found.hypotheses, still_wrong):
         hypotheses.append(replace(one, backward=backward, doubtful=doubtful))
     attention = {} if backward else _attention(found.alignment)
-    return Difference(tuple(hypotheses), wrong, steps, backward, attention=attention)
+    ended = still_wrong and found.ended
+    return Difference(tuple(hypotheses), wrong, steps, backward, attention=attention, ended=ended)
 
 
 def _causes(hypotheses: Sequence[Hypothesis]) -> int:

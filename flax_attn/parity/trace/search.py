@@ -59,11 +59,13 @@ class Search:
         hypotheses: what differs where a value was replaced, in the order of the run.
         alignment: values that agree after them.
         wrong: names of the outputs that still differ.
+        ended: whether the search ended before it had tried all that it tries.
     """
 
     hypotheses: tuple[Hypothesis, ...]
     alignment: Alignment
     wrong: list[str]
+    ended: bool = False
 
 
 def search(flax: Program, torch: Program, expected: Arrays | None = None) -> Search:
@@ -116,7 +118,7 @@ def _with_constants(alignment: Alignment) -> Search | None:
         return None
     hypotheses, changed = tables
     rest = _searched(changed)
-    return Search((*hypotheses, *rest.hypotheses), rest.alignment, rest.wrong)
+    return replace(rest, hypotheses=(*hypotheses, *rest.hypotheses))
 
 
 def _taken_otherwise(alignment: Alignment) -> Search | None:
@@ -142,6 +144,7 @@ def _rank(found: Search) -> tuple[int, int, int]:
 
 
 def _searched(alignment: Alignment) -> Search:
+    alignment.budget.begin()
     found: list[tuple[int, list[Hypothesis]]] = []
     # Their differences are in all that follows, and hide what else differs.
     tables = list(rounded_tables(alignment))
@@ -177,7 +180,7 @@ def _searched(alignment: Alignment) -> Search:
         alone = _explained_alone(first, hypotheses)
         if alone is not None:
             hypotheses, alignment = alone
-    return Search(hypotheses, alignment, alignment.wrong())
+    return Search(hypotheses, alignment, alignment.wrong(), alignment.budget.spent)
 
 
 def _length(hypotheses: Sequence[Hypothesis]) -> int:

@@ -88,7 +88,8 @@ def proof(found: Difference) -> str:
             " say what differs"
         )
     if not count:
-        return f"no operation explains the difference of the {what}"
+        ended = "the search takes no longer, and so far " if found.ended else ""
+        return f"{ended}no operation explains the difference of the {what}"
     if found.unproven:
         return "the shapes differ from here on, so that no value of PyTorch can be put in: no proof"
     places = "this place" if count == 1 else f"these {count} places"
@@ -103,7 +104,8 @@ def proof(found: Difference) -> str:
     if found.repaired:
         return f"proof: with the values of PyTorch at {places} all {what} are equal"
     left = ", ".join(found.remaining[:NAMED])
-    return f"with the values of PyTorch at {places} {left} still differs"
+    ended = ". The search takes no longer: mend these, and compare again" if found.ended else ""
+    return f"with the values of PyTorch at {places} {left} still differs{ended}"
 
 
 def _difference(found: Hypothesis) -> str:

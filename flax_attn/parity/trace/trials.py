@@ -56,6 +56,8 @@ def tried(
         missing: nodes of PyTorch that JAX does not have.
         whole: whether all runs again, though nothing agrees soon after the node.
     """
+    if alignment.budget.spent:
+        return None
     # What has the numbers of the value that replaces it says nothing of it.
     others = missing - {torch}
     best: Tried | None = None
