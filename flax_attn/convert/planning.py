@@ -81,7 +81,7 @@ def _apply(
         return None
     theirs = prefix + rule.theirs.format(**parts)
     shapes = tuple(free[own] for own in ours)
-    return Entry(rule, ours, theirs, shapes, _enclosing(name, axes))
+    return Entry(rule, ours, theirs, shapes, {**_enclosing(name, axes), **dict(rule.sizes)})
 
 
 def _enclosing(name: str, axes: Axes) -> dict[str, int]:

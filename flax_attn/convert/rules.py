@@ -45,6 +45,8 @@ class Rule:
         names: names of the pieces along the axis, each in place of `*`.
         shares: share of the axis that each name has, such as `(4, 1, 1)`; they are equal without.
         groups: number of groups along the axis, such as heads, each with its share of every part.
+        sizes: axes of the pattern with their sizes, such as `(("p", 4),)`, where the shape of a
+            parameter does not give them.
 
     Raises:
         ConversionError: if `ours` is no tuple of names, the pattern has not two sides, a
@@ -62,6 +64,7 @@ class Rule:
     names: tuple[str, ...] = ()
     shares: tuple[int, ...] = ()
     groups: int = 1
+    sizes: tuple[tuple[str, int], ...] = ()
 
     def __post_init__(self):
         # A name alone would be read letter by letter.

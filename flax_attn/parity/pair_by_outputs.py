@@ -25,7 +25,7 @@ def pair_by_outputs(pair: Pair, candidates: Sequence[Candidate]) -> None:
     """Give a pair the pairing with which the outputs agree best, and say that names did not tell.
 
     With random weights that of a right port agrees, and no other one does. Where none agrees, the
-    two differ however they are paired, and the first pairing is taken.
+    two differ however they are paired, and that with which most values agree is taken.
     """
     errors = []
     for candidate in candidates:
@@ -35,8 +35,12 @@ def pair_by_outputs(pair: Pair, candidates: Sequence[Candidate]) -> None:
             break
     best = int(np.argmin(errors))
     agrees = _agree(errors[best])
-    layout, entries = candidates[best if agrees else 0]
+    if not agrees:
+        best = _nearest(pair, candidates)
+    layout, entries = candidates[best]
     _take(pair, layout, entries)
+    if agrees:
+        pair.untested += _reversed(layout, candidates[0][0])
     doubtful = _doubtful(layout, [other for other, _ in candidates])
     # Whether a square matrix is transposed is told by the outputs for certain.
     if agrees and not doubtful:
@@ -88,6 +92,44 @@ def _error_of(pair: Pair, spec: RunSpec) -> float:
     except (AdapterError, NotRun):
         return np.inf
     return np.inf if error is None else error
+
+
+def _nearest(pair: Pair, candidates: Sequence[Candidate]) -> int:
+    """Return the first pairing with which JAX has most of the values that PyTorch computes."""
+    from flax_attn.parity.trace import runs
+    from flax_attn.parity.trace.align import Alignment
+
+    counts = []
+    # Other people's modules may fail in any way, and are compared with the first pairing then.
+    try:
+        torch = runs.torch_forward(pair)
+        expected = {name: node.value for name, node in torch.outputs.items()}
+        for candidate in candidates:
+            _take(pair, *candidate)
+            _, flax = runs.flax_forward(pair)
+            counts.append(len(Alignment(flax, torch, expected).flax_of))
+    except Exception:
+        return 0
+    return int(np.argmax(counts))
+
+
+def _reversed(layout: convert.Layout | None, first: convert.Layout | None) -> list[str]:
+    """Return a sentence for each tensor that holds several in another order than its name says."""
+    if not isinstance(layout, Pairing) or not isinstance(first, Pairing):
+        return []
+    usual = {row.theirs: row.rule for row in first.rows}
+    sentences = []
+    for row in layout.rows:
+        rule = row.rule
+        names = rule.names or rule.ours
+        if len(names) < 2 or names == (usual[row.theirs].names or usual[row.theirs].ours):
+            continue
+        whole = rule.ours[0] if rule.names else rule.theirs
+        sentences.append(
+            f"{whole} makes the outputs agree if it holds {', then '.join(names)}, which is not"
+            " what its name says. Exchange them, or pair them by rules"
+        )
+    return sentences
 
 
 def _doubtful(layout: convert.Layout | None, layouts: Sequence[convert.Layout | None]) -> list[str]:

@@ -51,8 +51,8 @@ def wider_dtypes(pair: Pair, checks: Sequence[Check]) -> Iterator[str]:
             in_float64[_listed(found)].append(dtype)
     for places, dtypes in in_float64.items():
         yield (
-            f"{', '.join(dtypes)}: JAX computes in float64{places}, as a NumPy array of float64"
-            " makes it"
+            f"{', '.join(dtypes)}: JAX computes in float64{places}, as an array of NumPy makes it,"
+            " or one of jnp.arange that is divided. Cast that to the dtype of what it meets"
         )
 
 

@@ -36,6 +36,9 @@ def all_matchings(ours: Group, theirs: Group) -> list[Matching]:
         if found.complete:
             complete.append(found)
             continue
+        # Names contradict this choice, and say nothing of the others.
+        if found.conflicts and orders:
+            continue
         further = _further(orders, found)
         # The last is taken next.
         waiting += reversed(further)

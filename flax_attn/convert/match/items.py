@@ -30,6 +30,8 @@ _FUSED = {
     "gate_up": ("gate", "up"),
 }
 _ROLES = set().union(*_FUSED.values())
+# As Llama and T5 have them, without a word that tells.
+_ROLES_BY_NAME = {"w1": "gate", "w3": "up", "wi_0": "gate", "wi_1": "up"}
 # The last part of a name that says no more than that it is a weight.
 _WEIGHTS = {"weight", "weights", "w", "kernel", "embedding", "scale", "gamma", "gain", "g"}
 _BIASES = {"bias", "shift", "beta"}
@@ -44,7 +46,7 @@ class Item:
     Args:
         name: its name; `*` takes the place of the number in a list, and of the names of several.
         tensors: the tensor, or those of the list or of several in order.
-        is_own: whether it is a parameter of a user's own module, and not that of a layer.
+        kind: kind of the layer that holds it.
         is_list: whether it is a list.
         fused: what the other side calls several in one, such as "qkv"; empty for others.
         labels: what takes the place of `*` in the name of each of several.
@@ -52,7 +54,7 @@ class Item:
 
     name: str
     tensors: tuple[Tensor, ...]
-    is_own: bool = False
+    kind: str = ""
     is_list: bool = False
     fused: str = ""
     labels: tuple[str, ...] = ()
@@ -65,6 +67,11 @@ class Item:
             return len(self.tensors), *first
         # The first axis of PyTorch's weights is that of the outputs.
         return (sum(self.widths), *first[1:]) if self.fused else first
+
+    @property
+    def is_own(self) -> bool:
+        """Whether it is a parameter of a user's own module, and not that of a layer."""
+        return self.kind == PARAMETER
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -124,11 +131,11 @@ class Items:
     """The tensors of one side, those together that the other side has in one.
 
     Args:
-        tensors: the tensors, each with whether it is a user's own parameter.
+        tensors: the tensors, each with the kind of its layer.
         others: those of the other side.
     """
 
-    def __init__(self, tensors: Mapping[Tensor, bool], others: Mapping[Tensor, bool]):
+    def __init__(self, tensors: Mapping[Tensor, str], others: Mapping[Tensor, str]):
         lists = _lists(tensors, _stacks(others))
         several = _fused(_without(tensors, lists), others)
         self.counted = {_counted(item.shape) for item in lists}
@@ -257,6 +264,8 @@ def _by_role(tensors: Iterable[Tensor]) -> dict[_Place, dict[str, tuple[Tensor, 
 def _role(parts: Sequence[str]) -> tuple[int, str, bool]:
     """Return where a name says what its tensor projects to, what that is, and if it is a bias."""
     for at in reversed(range(len(parts))):
+        if parts[at] in _ROLES_BY_NAME:
+            return at, _ROLES_BY_NAME[parts[at]], False
         part = _BIAS.sub("bias ", parts[at])
         words = set(key_of((part,)).words)
         role = words - _WEIGHTS - _BIASES

@@ -19,10 +19,12 @@ from flax_attn.convert.match.pairing import PairedTensor
 from flax_attn.convert.match.patterns import (
     fitting,
     fitting_of_several,
+    fitting_patches,
     fitting_to_join,
     of_list,
     of_parts,
     shape_after,
+    sizes_of_patches,
 )
 from flax_attn.convert.match.tree import (
     NORMS,
@@ -114,6 +116,9 @@ class _Pair(NamedTuple):
         return gcd(*(shape[0] for shape in shapes if shape))
 
     def _rule(self, pattern: str, order: Order) -> Rule:
+        if _are_patches(self.ours, self.theirs):
+            sizes = sizes_of_patches(pattern, self.theirs.shape)
+            return Rule(self.ours.names, self.theirs.name, pattern, sizes=sizes)
         if not self.fused:
             return Rule(self.ours.names, self.theirs.name, pattern)
         step = -1 if order.is_reversed else 1
@@ -220,21 +225,26 @@ def _may_be_one(ours: Item, theirs: Item, evidence: Evidence) -> bool:
     if evidence == "shape" and ours.is_bias != theirs.is_bias:
         return False
     of_several = ours.is_list or theirs.is_list or ours.fused or theirs.fused
-    return bool(of_several) or ours.is_own or theirs.is_own
+    return bool(of_several) or ours.is_own or theirs.is_own or _are_patches(ours, theirs)
+
+
+def _are_patches(ours: Item, theirs: Item) -> bool:
+    """Whether one is of a convolution, and the other one may be of a linear layer over patches."""
+    kinds = {ours.kind, theirs.kind}
+    return "Conv" in kinds and not kinds.isdisjoint(("Linear", PARAMETER))
 
 
 def _key(layer: Layer) -> str:
     return layer.parts["value"].tensor.name
 
 
-def _tensors(layers: Iterable[Layer]) -> dict[Tensor, bool]:
-    """Return the tensors of some layers, each with whether it is a user's own parameter."""
+def _tensors(layers: Iterable[Layer]) -> dict[Tensor, str]:
+    """Return the tensors of some layers, each with the kind of its layer."""
     plain = [layer for layer in layers if layer.kind.removeprefix(STACKED) in _PLAIN]
     parts = [(part, layer.kind) for layer in plain for part in layer.parts.values()]
     pieces = Counter(part.tensor for part, _ in parts)
     # Of a tensor that is in pieces, all are left over or none.
-    whole = [(part.tensor, kind) for part, kind in parts if pieces[part.tensor] == part.pieces]
-    return {tensor: kind == PARAMETER for tensor, kind in whole}
+    return {part.tensor: kind for part, kind in parts if pieces[part.tensor] == part.pieces}
 
 
 def _patterns(ours: Item, theirs: Item) -> list[str]:
@@ -245,9 +255,14 @@ def _patterns(ours: Item, theirs: Item) -> list[str]:
     if ours.fused:
         shapes = [tensor.shape for tensor in ours.tensors]
         return fitting_to_join(shapes, theirs.shape, is_kernel)
+    if _are_patches(ours, theirs) and len(ours.shape) != len(theirs.shape):
+        return fitting_patches(ours.shape, theirs.shape, is_kernel)
     counts = ours.is_list or theirs.is_list
     shape = ours.shape[counts:]
     found = fitting(shape, theirs.shape[counts:], is_kernel)
+    # The rows of a table are those of its ids everywhere.
+    if "" in found and "Embedding" in (ours.kind, theirs.kind):
+        found = [""]
     if theirs.is_list:
         return list(map(of_list, found))
     if ours.is_list:

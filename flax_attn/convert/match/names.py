@@ -18,6 +18,8 @@ SYNONYMS = {
     **dict.fromkeys(("tok", "tokens"), "token"),
     **dict.fromkeys(("pos", "positional", "positions"), "position"),
     **dict.fromkeys(("cls",), "class"),
+    **dict.fromkeys(("enc",), "encoder"),
+    **dict.fromkeys(("dec",), "decoder"),
     **dict.fromkeys(("down", "downsample"), "down"),
 }
 # Names whose parts do not say what they mean.

@@ -52,6 +52,35 @@ def fitting_to_join(shapes: Sequence[Shape], wanted: Shape, is_kernel: bool) -> 
     return turned if is_kernel and turned else found
 
 
+def fitting_patches(shape: Shape, wanted: Shape, is_kernel: bool) -> list[str]:
+    """Return the patterns between a linear layer over patches and a convolution."""
+    kernel = wanted if len(wanted) > len(shape) else shape
+    places = [f"p{i}" for i in range(len(kernel) - 2)]
+    # Channels of a patch come first or last.
+    flat = [" ".join(("c", *places)), " ".join((*places, "c"))]
+    if kernel is shape:
+        axes = " ".join((*places, "c", "o"))
+        patterns = [f"{axes} -> o ({one})" for one in flat]
+        return [pattern for pattern in patterns if shape_after(pattern, shape) == wanted]
+    o, *rest = wanted
+    inner = " ".join(("o", "c", *places))
+    patterns = []
+    if shape == (prod(rest), o):
+        patterns += [f"({one}) o -> {inner}" for one in flat]
+    if shape == (o, prod(rest)) and not is_kernel:
+        patterns += [f"o ({one}) -> {inner}" for one in flat]
+    return patterns
+
+
+def sizes_of_patches(pattern: str, wanted: Shape) -> tuple[tuple[str, int], ...]:
+    """Return the axes of a pattern that only what it makes tells the sizes of."""
+    left, _, right = pattern.partition(" -> ")
+    if "(" not in left:
+        return ()
+    sizes = zip(right.split(), wanted, strict=True)
+    return tuple((axis, size) for axis, size in sizes if axis != "o")
+
+
 def _joined(shapes: Sequence[Shape | None]) -> Shape | None:
     """Return the shape of what is joined along the first axis; None if that is not possible."""
     known = [shape for shape in shapes if shape]

@@ -292,6 +292,7 @@ def _rule(fields: Mapping[str, Any]) -> Rule:
     values: dict[str, Any] = dict(fields)
     for name in ("ours", "names", "shares"):
         values[name] = tuple(fields[name])
+    values["sizes"] = tuple(map(tuple, fields["sizes"]))
     return Rule(**values)
 
 
