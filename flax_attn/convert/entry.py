@@ -205,18 +205,22 @@ class Entry:
         Raises:
             ConversionError: if the axis has no whole number of shares in each group.
         """
-        rule = self.rule
-        shares = rule.shares or (1,) * len(rule.names)
-        size = self.shape[rule.axis]
-        count = sum(shares) * rule.groups
+        axis = self.rule.axis
+        shares = self.rule.shares or (1,) * len(self.rule.names)
+        unit = self._unit(self.shape[axis], shares)
+        return AxisCut(axis, tuple(unit * share for share in shares), self.rule.groups)
+
+    def _unit(self, size: int, shares: Sequence[int]) -> int:
+        """Return how wide a share of an axis is."""
+        groups = self.rule.groups
+        count = sum(shares) * groups
         if size % count:
             raise ConversionError(
                 f"{self.ours[0]} is cut along an axis of {size}, which is no multiple of {count}:"
-                f" the shares {shares} in {rule.groups} groups. Give the shares of"
-                f" {', '.join(rule.names)} in the rule"
+                f" the shares {shares} in {groups} groups. Give the shares of"
+                f" {', '.join(self.rule.names)} in the rule"
             )
-        widths = tuple(size // sum(shares) * share for share in shares)
-        return AxisCut(rule.axis, widths, rule.groups)
+        return size // sum(shares)
 
     def _cut(self, array: Any) -> list[Any]:
         if self.rule.grouped:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 
@@ -83,14 +84,15 @@ class Rule:
 
     def __repr__(self) -> str:
         """Return the call that makes it, with the pattern by position."""
-        shown = [repr(self.ours), repr(self.theirs)]
-        if self.pattern:
-            shown.append(repr(self.pattern))
-        for field in fields(self)[3:]:
-            value = getattr(self, field.name)
-            if value != field.default:
-                shown.append(f"{field.name}={value!r}")
+        by_position = [self.ours, self.theirs, self.pattern]
+        shown = [repr(value) for value in by_position if value]
+        shown += [f"{name}={value!r}" for name, value in self._options().items()]
         return f"Rule({', '.join(shown)})"
+
+    def _options(self) -> dict[str, Any]:
+        """Return the arguments behind the pattern that are not left as they are by default."""
+        options = {field: getattr(self, field.name) for field in fields(self)[3:]}
+        return {field.name: value for field, value in options.items() if value != field.default}
 
     def _check_placeholders(self) -> None:
         names = [*self.ours, self.theirs]

@@ -117,19 +117,27 @@ def _reversed(layout: convert.Layout | None, first: convert.Layout | None) -> li
     """Return a sentence for each tensor that holds several in another order than its name says."""
     if not isinstance(layout, Pairing) or not isinstance(first, Pairing):
         return []
-    usual = {row.theirs: row.rule for row in first.rows}
-    sentences = []
-    for row in layout.rows:
-        rule = row.rule
-        names = rule.names or rule.ours
-        if len(names) < 2 or names == (usual[row.theirs].names or usual[row.theirs].ours):
-            continue
-        whole = rule.ours[0] if rule.names else rule.theirs
-        sentences.append(
-            f"{whole} makes the outputs agree if it holds {', then '.join(names)}, which is not"
-            " what its name says. Exchange them, or pair them by rules"
-        )
-    return sentences
+    usual = {_parts_of(row.rule) for row in first.rows}
+    rules = [row.rule for row in layout.rows if row.theirs in _fused_in(first)]
+    return [_order_of(rule) for rule in rules if _parts_of(rule) not in usual]
+
+
+def _fused_in(layout: Pairing) -> set[str]:
+    """Return the names in PyTorch of what one side holds in one tensor and the other in several."""
+    return {row.theirs for row in layout.rows if len(_parts_of(row.rule)) > 1}
+
+
+def _parts_of(rule: convert.Rule) -> tuple[str, ...]:
+    """Return the names of what one side holds in one tensor, in its order."""
+    return rule.names or rule.ours
+
+
+def _order_of(rule: convert.Rule) -> str:
+    whole = rule.ours[0] if rule.names else rule.theirs
+    return (
+        f"{whole} makes the outputs agree if it holds {', then '.join(_parts_of(rule))}, which is"
+        " not what its name says. Exchange them, or pair them by rules"
+    )
 
 
 def _doubtful(layout: convert.Layout | None, layouts: Sequence[convert.Layout | None]) -> list[str]:

@@ -144,6 +144,22 @@ def test_a_length_that_jax_refuses():
     assert "PyTorch takes input 0 (4, 10, 8), and flax raised" in report.check("other shapes").note
 
 
+def test_a_size_whose_rest_pytorch_drops_may_be_refused():
+    def pooled(x):
+        patches = torch.nn.functional.avg_pool1d(x, 4)
+        return patches * torch.ones(3, dtype=x.dtype)
+
+    def of_patches(x):
+        return x.reshape(*x.shape[:-1], 3, 4).mean(-1)
+
+    report = compare(of_patches, pooled, [(2, 5, 12)], checks=["forward", "other shapes"])
+    assert report.passed, report.explain()
+    check = report.check("other shapes")
+    assert any("input 0 (4, 10, 13)" in sentence for sentence in check.untested)
+    # The axes that are read are compared all the same.
+    assert "input 0 (4, 10, 12)" in check.covers
+
+
 def test_an_uneven_size_that_jax_refuses_is_not_tested():
     def even(x):
         b, t, d = x.shape

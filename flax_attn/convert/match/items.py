@@ -4,7 +4,7 @@ import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 from math import prod
 from typing import NamedTuple
 
@@ -127,6 +127,16 @@ class _Place(NamedTuple):
     axes: int
 
 
+class _Projection(NamedTuple):
+    """A tensor in a role, and the part of its name that says which."""
+
+    tensor: Tensor
+    label: str
+
+
+_ByRole = dict[str, _Projection]
+
+
 class Items:
     """The tensors of one side, those together that the other side has in one.
 
@@ -214,7 +224,12 @@ def _with_star(name: str, behind: int) -> tuple[str, int]:
     at = len(parts) - 1 - behind
     if at < 0 or not parts[at].isdigit():
         return name, -1
-    return ".".join([*parts[:at], "*", *parts[at + 1 :]]), int(parts[at])
+    return _star_at(parts, at), int(parts[at])
+
+
+def _star_at(parts: Sequence[str], at: int) -> str:
+    """Return a name with `*` in the place of a part."""
+    return ".".join([*parts[:at], "*", *parts[at + 1 :]])
 
 
 def _are_a_list(tensors: Mapping[int, Tensor]) -> bool:
@@ -228,50 +243,66 @@ def _in_order(tensors: Mapping[int, Tensor]) -> tuple[Tensor, ...]:
 
 def _fused(tensors: Sequence[Tensor], others: Iterable[Tensor]) -> list[Item]:
     """Return the projections that are one tensor on the other side, by how much that holds."""
-    there = _by_role(others)
-    named = {tensor for own in there.values() for tensor, _ in own.values()}
-    sizes = {prod(tensor.shape) for tensor in others if tensor not in named}
     found: list[Item] = []
+    there = _by_role(others)
     for fused, roles in _FUSED.items():
         # Where the other side has them apart as well, they are paired one by one.
-        if any(set(roles) <= own.keys() for own in there.values()):
-            continue
-        for place, own in _by_role(_without(tensors, found)).items():
-            if set(roles) <= own.keys():
-                item = _of_roles(place, [own[role] for role in roles], fused)
-                found += [item] if _size(item) in sizes else []
+        if not _complete(there, roles):
+            items = _items(_without(tensors, found), fused)
+            found += [item for item in items if _size(item) in _sizes_without(others, there)]
     return found
 
 
-def _of_roles(place: _Place, own: Sequence[tuple[Tensor, str]], fused: str) -> Item:
-    tensors, labels = zip(*own, strict=True)
+def _items(tensors: Iterable[Tensor], fused: str) -> list[Item]:
+    places = _complete(_by_role(tensors), _FUSED[fused])
+    return [_item(place, own, fused) for place, own in places.items()]
+
+
+def _complete(places: Mapping[_Place, _ByRole], roles: Sequence[str]) -> dict[_Place, _ByRole]:
+    """Return the places that have a projection in each role."""
+    return {place: own for place, own in places.items() if set(roles) <= own.keys()}
+
+
+def _sizes_without(tensors: Iterable[Tensor], places: Mapping[_Place, _ByRole]) -> set[int]:
+    """Return how much each tensor holds that is in no role."""
+    named = {one.tensor for own in places.values() for one in own.values()}
+    return {prod(tensor.shape) for tensor in tensors if tensor not in named}
+
+
+def _item(place: _Place, own: _ByRole, fused: str) -> Item:
+    projections = [own[role] for role in _FUSED[fused]]
+    tensors = tuple(one.tensor for one in projections)
+    labels = tuple(one.label for one in projections)
     return Item(place.name, tensors, fused=fused, labels=labels)
 
 
-def _by_role(tensors: Iterable[Tensor]) -> dict[_Place, dict[str, tuple[Tensor, str]]]:
-    """Return the projections of each module by role, each with the part of its name that tells."""
-    found: dict[_Place, dict[str, tuple[Tensor, str]]] = defaultdict(dict)
-    for tensor in tensors:
-        parts = tensor.name.split(".")
-        at, role, is_bias = _role(parts)
-        if role and tensor.shape:
-            name = ".".join([*parts[:at], "*", *parts[at + 1 :]])
-            place = _Place(name, is_bias, len(tensor.shape))
-            found[place][role] = tensor, parts[at]
+def _by_role(tensors: Iterable[Tensor]) -> dict[_Place, _ByRole]:
+    """Return the projections of each module by role."""
+    found: dict[_Place, _ByRole] = defaultdict(dict)
+    for tensor in filter(lambda tensor: tensor.shape, tensors):
+        for place, role, projection in islice(_readings(tensor), 1):
+            found[place][role] = projection
     return found
 
 
-def _role(parts: Sequence[str]) -> tuple[int, str, bool]:
-    """Return where a name says what its tensor projects to, what that is, and if it is a bias."""
+def _readings(tensor: Tensor) -> Iterator[tuple[_Place, str, _Projection]]:
+    """Yield what a tensor may be by a part of its name, the last part first."""
+    parts = tensor.name.split(".")
     for at in reversed(range(len(parts))):
-        if parts[at] in _ROLES_BY_NAME:
-            return at, _ROLES_BY_NAME[parts[at]], False
-        part = _BIAS.sub("bias ", parts[at])
-        words = set(key_of((part,)).words)
-        role = words - _WEIGHTS - _BIASES
-        if len(role) == 1 and role <= _ROLES:
-            return at, role.pop(), not _BIASES.isdisjoint(words)
-    return 0, "", False
+        role, is_bias = _role(parts[at])
+        if role:
+            place = _Place(_star_at(parts, at), is_bias, len(tensor.shape))
+            yield place, role, _Projection(tensor, parts[at])
+
+
+def _role(part: str) -> tuple[str, bool]:
+    """Return what a part of a name says that a tensor projects to, and whether it is a bias."""
+    if part in _ROLES_BY_NAME:
+        return _ROLES_BY_NAME[part], False
+    words = set(key_of((_BIAS.sub("bias ", part),)).words)
+    roles = words - _WEIGHTS - _BIASES
+    is_one = len(roles) == 1 and roles <= _ROLES
+    return roles.pop() if is_one else "", not _BIASES.isdisjoint(words)
 
 
 def _size(item: Item) -> int:

@@ -5,8 +5,9 @@ several layers: `w_up` of shape `(e, i, o)` those of `experts.0.up` to `experts.
 those of `q_proj`, `k_proj` and `v_proj`.
 """
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import product
 from math import gcd
 from typing import NamedTuple
@@ -17,13 +18,13 @@ from flax_attn.convert.match.matcher import Evidence, Matching
 from flax_attn.convert.match.names import key_of
 from flax_attn.convert.match.pairing import PairedTensor
 from flax_attn.convert.match.patterns import (
+    first_sizes,
     fitting,
     fitting_of_several,
     fitting_patches,
     fitting_to_join,
     of_list,
     of_parts,
-    shape_after,
     sizes_of_patches,
 )
 from flax_attn.convert.match.tree import (
@@ -65,6 +66,14 @@ class Choice(NamedTuple):
     pattern: int = 0
     orders: Mapping[str, Order] = {}
 
+    def pattern_of(self, patterns: Sequence[str]) -> str:
+        """Return the pattern that is taken of some."""
+        return patterns[min(self.pattern, len(patterns) - 1)]
+
+    def order_of(self, fused: str) -> Order:
+        """Return the order in which something holds several."""
+        return self.orders.get(fused, Order())
+
 
 class _Pair(NamedTuple):
     """Two items that belong together.
@@ -83,14 +92,15 @@ class _Pair(NamedTuple):
 
     def row(self, choice: Choice | None) -> PairedTensor | None:
         """Return the row, with one of several patterns; None where none fits or is chosen."""
-        is_open = bool(self.problem)
-        if not self.patterns or (is_open and choice is None):
+        if not self.patterns:
             return None
-        choice = choice or Choice()
-        at = min(choice.pattern, len(self.patterns) - 1)
-        order = choice.orders.get(self.fused, Order())
-        evidence: Evidence = "outputs" if is_open else self.evidence
-        return _row(self.ours, self.theirs, self._rule(self.patterns[at], order), evidence)
+        if not self.problem:
+            return self._row(Choice(), self.evidence)
+        return self._row(choice, "outputs") if choice else None
+
+    def _row(self, choice: Choice, evidence: Evidence) -> PairedTensor:
+        rule = self._rule(choice.pattern_of(self.patterns), choice.order_of(self.fused))
+        return _row(self.ours, self.theirs, rule, evidence)
 
     @property
     def fused(self) -> str:
@@ -111,46 +121,44 @@ class _Pair(NamedTuple):
     def _largest_group_count(self) -> int:
         if self.theirs.fused:
             return gcd(*self.theirs.widths)
-        first, *_ = self.patterns
-        shapes = [shape_after(first, t.shape) if first else t.shape for t in self.ours.tensors]
-        return gcd(*(shape[0] for shape in shapes if shape))
+        shapes = [tensor.shape for tensor in self.ours.tensors]
+        return gcd(*first_sizes(self.patterns[0], shapes))
 
     def _rule(self, pattern: str, order: Order) -> Rule:
+        rule = Rule(self.ours.names, self.theirs.name, pattern)
         if _are_patches(self.ours, self.theirs):
-            sizes = sizes_of_patches(pattern, self.theirs.shape)
-            return Rule(self.ours.names, self.theirs.name, pattern, sizes=sizes)
-        if not self.fused:
-            return Rule(self.ours.names, self.theirs.name, pattern)
+            return replace(rule, sizes=sizes_of_patches(pattern, self.theirs.shape))
+        return self._with_order(rule, order) if self.fused else rule
+
+    def _with_order(self, rule: Rule, order: Order) -> Rule:
         step = -1 if order.is_reversed else 1
-        groups = order.groups if self._largest_group_count % order.groups == 0 else 1
+        rule = replace(rule, groups=self._groups(order))
         if self.ours.fused:
-            return Rule(self.ours.names[::step], self.theirs.name, pattern, groups=groups)
-        widths = self.theirs.widths[::step]
-        # As few as possible: shares do not depend on the width of a head.
-        fewest = tuple(width // gcd(*widths) for width in widths)
-        return Rule(
-            self.ours.names,
-            self.theirs.name,
-            pattern,
-            names=self.theirs.labels[::step],
-            shares=fewest if max(fewest) > 1 else (),
-            groups=groups,
-        )
+            return replace(rule, ours=rule.ours[::step])
+        shares = _shares(self.theirs.widths[::step])
+        return replace(rule, names=self.theirs.labels[::step], shares=shares)
+
+    def _groups(self, order: Order) -> int:
+        """Return the groups of an order; 1 where the axis is not so many."""
+        fits = self._largest_group_count % order.groups == 0
+        return order.groups if fits else 1
 
     @property
     def problem(self) -> str:
         """What is not known of the pair; empty where all is, or where no pattern fits."""
-        if not self.patterns:
-            return ""
-        claim = f"flax {self.ours} may be torch {self.theirs}"
+        doubt = self._doubt if self.patterns else ""
+        return f"flax {self.ours} may be torch {self.theirs}{doubt}" if doubt else ""
+
+    @property
+    def _doubt(self) -> str:
         if self.fused:
             rule = self._rule(self.patterns[0], Order())
-            return f"{claim}. In which order is not known; one after the other: {rule}"
+            return f". In which order is not known; one after the other: {rule}"
         if len(self.patterns) > 1:
-            ways = " or ".join(pattern or "as it is" for pattern in self.patterns)
-            return f"{claim} by {ways}"
+            ways = [pattern or "as it is" for pattern in self.patterns]
+            return f" by {' or '.join(ways)}"
         is_told = self.evidence != "shape" or self._share_words()
-        return "" if is_told else f"{claim}, but their names have no word in common"
+        return "" if is_told else ", but their names have no word in common"
 
     def _share_words(self) -> bool:
         ours, theirs = self.ours.path, self.theirs.path
@@ -191,7 +199,8 @@ class LeftOver:
     def possible_rows(self) -> Iterator[list[PairedTensor]]:
         """Yield the rows of every matching of the trees, with each choice."""
         for found in all_matchings(*self.trees):
-            for choice in _choices(list(self._pairs(found))):
+            pairs = list(self._pairs(found))
+            for choice in _choices(pairs):
                 yield self.rows(found, choice)
 
     def problems(self, found: Matching) -> Iterator[str]:
@@ -207,17 +216,30 @@ class LeftOver:
                 yield _Pair(ours, theirs, evidence, _patterns(ours, theirs))
 
 
-def _choices(pairs: Iterable[_Pair]) -> Iterator[Choice]:
+def _choices(pairs: Sequence[_Pair]) -> Iterator[Choice]:
     """Yield every choice for some pairs; those of the same kind are taken alike."""
-    orders: dict[str, dict[Order, None]] = {}
-    most = 1
-    for pair in pairs:
-        most = max(most, len(pair.patterns))
-        if pair.fused and pair.patterns:
-            orders.setdefault(pair.fused, {}).update(dict.fromkeys(pair.orders))
+    most = max((len(pair.patterns) for pair in pairs), default=1)
+    orders = _orders(pairs)
     for taken in product(*orders.values()):
+        by_name = dict(zip(orders, taken, strict=True))
         for pattern in range(most):
-            yield Choice(pattern, dict(zip(orders, taken, strict=True)))
+            yield Choice(pattern, by_name)
+
+
+def _orders(pairs: Sequence[_Pair]) -> dict[str, dict[Order, None]]:
+    """Return the orders in which a tensor may hold several, by what these are called."""
+    orders: dict[str, dict[Order, None]] = defaultdict(dict)
+    for pair in pairs:
+        if pair.fused and pair.patterns:
+            orders[pair.fused] |= dict.fromkeys(pair.orders)
+    return orders
+
+
+def _shares(widths: Sequence[int]) -> tuple[int, ...]:
+    """Return the shares of an axis, which do not depend on the width of a head; none if equal."""
+    unit = gcd(*widths)
+    shares = tuple(width // unit for width in widths)
+    return shares if max(shares) > 1 else ()
 
 
 def _may_be_one(ours: Item, theirs: Item, evidence: Evidence) -> bool:
@@ -250,24 +272,36 @@ def _tensors(layers: Iterable[Layer]) -> dict[Tensor, str]:
 def _patterns(ours: Item, theirs: Item) -> list[str]:
     """Return the patterns from an item to another one that their shapes allow."""
     is_kernel = ours.names[0].endswith("kernel")
-    if theirs.fused:
-        return fitting_of_several(ours.shape, theirs.shape, is_kernel, len(theirs.tensors))
-    if ours.fused:
-        shapes = [tensor.shape for tensor in ours.tensors]
-        return fitting_to_join(shapes, theirs.shape, is_kernel)
+    if ours.fused or theirs.fused:
+        return _patterns_of_several(ours, theirs, is_kernel)
     if _are_patches(ours, theirs) and len(ours.shape) != len(theirs.shape):
         return fitting_patches(ours.shape, theirs.shape, is_kernel)
+    return _with_list(_patterns_of_one(ours, theirs, is_kernel), ours, theirs)
+
+
+def _patterns_of_several(ours: Item, theirs: Item, is_kernel: bool) -> list[str]:
+    count = len(theirs.tensors)
+    if count > 1:
+        return fitting_of_several(ours.shape, theirs.shape, is_kernel, count)
+    shapes = [tensor.shape for tensor in ours.tensors]
+    return fitting_to_join(shapes, theirs.shape, is_kernel)
+
+
+def _patterns_of_one(ours: Item, theirs: Item, is_kernel: bool) -> list[str]:
+    """Return the patterns for one tensor, or for one of a list."""
     counts = ours.is_list or theirs.is_list
-    shape = ours.shape[counts:]
-    found = fitting(shape, theirs.shape[counts:], is_kernel)
+    found = fitting(ours.shape[counts:], theirs.shape[counts:], is_kernel)
     # The rows of a table are those of its ids everywhere.
-    if "" in found and "Embedding" in (ours.kind, theirs.kind):
-        found = [""]
+    is_table = "Embedding" in (ours.kind, theirs.kind)
+    return [""] if is_table and "" in found else found
+
+
+def _with_list(patterns: list[str], ours: Item, theirs: Item) -> list[str]:
+    """Return patterns of one tensor as those of a list, if one side is a list."""
     if theirs.is_list:
-        return list(map(of_list, found))
-    if ours.is_list:
-        return [of_parts(pattern, len(shape)) for pattern in found]
-    return found
+        return list(map(of_list, patterns))
+    rank = len(ours.shape) - 1
+    return [of_parts(pattern, rank) for pattern in patterns] if ours.is_list else patterns
 
 
 def _row(ours: Item, theirs: Item, rule: Rule, evidence: Evidence) -> PairedTensor:

@@ -32,44 +32,49 @@ def fitting(shape: Shape, wanted: Shape, is_kernel: bool) -> list[str]:
 
 def fitting_of_several(shape: Shape, wanted: Shape, is_kernel: bool, count: int) -> list[str]:
     """Return the patterns from a parameter that holds so many to these, joined along an axis."""
-    counted = []
-    for pattern in _COUNTED:
-        left = pattern.split(" -> ")[0].split()
-        is_counted = len(left) == len(shape) and shape[left.index("e")] == count
-        if is_counted and shape_after(pattern, shape) == wanted:
-            counted.append(pattern)
-    return fitting(shape, wanted, is_kernel) + counted
+    counted = [pattern for pattern in _COUNTED if shape_after(pattern, shape) == wanted]
+    right = [pattern for pattern in counted if _counted(pattern, shape) == count]
+    return fitting(shape, wanted, is_kernel) + right
+
+
+def _counted(pattern: str, shape: Shape) -> int:
+    """Return the size of the axis that counts the projections."""
+    left = pattern.partition(" -> ")[0].split()
+    return shape[left.index("e")]
 
 
 def fitting_to_join(shapes: Sequence[Shape], wanted: Shape, is_kernel: bool) -> list[str]:
     """Return the patterns from several parameters to parts that are one if they are joined."""
-    found = []
-    for pattern in ["", *_ways(len(shapes[0]))]:
-        parts = [shape_after(pattern, shape) if pattern else shape for shape in shapes]
-        if _joined(parts) == wanted:
-            found.append(pattern)
+    ways = ["", *_ways(len(shapes[0]))]
+    found = [way for way in ways if _joined(_all_after(way, shapes)) == wanted]
     turned = [pattern for pattern in found if pattern]
     return turned if is_kernel and turned else found
 
 
 def fitting_patches(shape: Shape, wanted: Shape, is_kernel: bool) -> list[str]:
     """Return the patterns between a linear layer over patches and a convolution."""
-    kernel = wanted if len(wanted) > len(shape) else shape
-    places = [f"p{i}" for i in range(len(kernel) - 2)]
+    axes = _names_of_places(max(len(wanted), len(shape)) - 2)
     # Channels of a patch come first or last.
-    flat = [" ".join(("c", *places)), " ".join((*places, "c"))]
-    if kernel is shape:
-        axes = " ".join((*places, "c", "o"))
-        patterns = [f"{axes} -> o ({one})" for one in flat]
-        return [pattern for pattern in patterns if shape_after(pattern, shape) == wanted]
+    patches = [f"c {axes}", f"{axes} c"]
+    if len(shape) < len(wanted):
+        ways = _into_patches(patches, f"o c {axes}", wanted, is_kernel)
+        return [pattern for pattern, fits in ways.items() if shape == fits]
+    patterns = [f"{axes} c o -> o ({patch})" for patch in patches]
+    return [pattern for pattern in patterns if shape_after(pattern, shape) == wanted]
+
+
+def _into_patches(
+    patches: Sequence[str], right: str, wanted: Shape, is_kernel: bool
+) -> dict[str, Shape]:
+    """Return the shapes that patterns take, by pattern."""
     o, *rest = wanted
-    inner = " ".join(("o", "c", *places))
-    patterns = []
-    if shape == (prod(rest), o):
-        patterns += [f"({one}) o -> {inner}" for one in flat]
-    if shape == (o, prod(rest)) and not is_kernel:
-        patterns += [f"o ({one}) -> {inner}" for one in flat]
-    return patterns
+    first = {f"({patch}) o -> {right}": (prod(rest), o) for patch in patches}
+    last = {f"o ({patch}) -> {right}": (o, prod(rest)) for patch in patches}
+    return first if is_kernel else first | last
+
+
+def _names_of_places(count: int) -> str:
+    return " ".join(f"p{i}" for i in range(count))
 
 
 def sizes_of_patches(pattern: str, wanted: Shape) -> tuple[tuple[str, int], ...]:
@@ -99,6 +104,16 @@ def of_parts(pattern: str, rank: int) -> str:
     """Return a pattern for parts that are joined along an axis of size 1 in front."""
     same = " ".join(_names_of_axes(rank))
     return _behind("", "1", pattern or f"{same} -> {same}")
+
+
+def first_sizes(pattern: str, shapes: Sequence[Shape]) -> list[int]:
+    """Return the size of the first axis of each of several after a pattern."""
+    return [shape[0] for shape in _all_after(pattern, shapes) if shape]
+
+
+def _all_after(pattern: str, shapes: Sequence[Shape]) -> list[Shape | None]:
+    """Return the shapes that a pattern makes of several; `""` leaves them as they are."""
+    return [shape_after(pattern, shape) if pattern else shape for shape in shapes]
 
 
 def shape_after(pattern: str, shape: Shape) -> Shape | None:

@@ -71,10 +71,7 @@ def _in_each_mode(module: Any) -> dict[Mode, Parts]:
 def _cuts(entries: Sequence[Entry]) -> dict[str, Cut]:
     """Return how each parameter that is stored in pieces is cut into them."""
     cuts: dict[str, Cut] = {}
-    for entry in entries:
-        whole = entry.whole
-        if whole is None:
-            continue
+    for whole in [entry.whole for entry in entries if entry.whole]:
         cut = NamedCut(whole) if whole.rule.names else ListCut(whole.list_axis)
         cuts |= dict.fromkeys(whole.ours, cut)
     return cuts

@@ -109,10 +109,8 @@ def _joining(parts: Parts, cuts: Mapping[str, Cut]) -> Build:
     names = {name: list(cut.pieces(name, arrays[name])) for name, cut in cuts.items()}
 
     def build(arrays: Mapping[str, jax.Array], rest: Any) -> Any:
-        whole = {}
-        for name, own in names.items():
-            pieces = [arrays[piece] for piece in own]
-            whole[name] = cuts[name].join(pieces)
+        pieces = {name: [arrays[piece] for piece in own] for name, own in names.items()}
+        whole = {name: cuts[name].join(own) for name, own in pieces.items()}
         return parts.build({**arrays, **whole}, rest)
 
     return build
