@@ -243,8 +243,7 @@ def _in_order(tensors: Mapping[int, Tensor]) -> tuple[Tensor, ...]:
 
 def _fused(tensors: Sequence[Tensor], others: Iterable[Tensor]) -> list[Item]:
     """Return the projections that are one tensor on the other side, by how much that holds."""
-    found: list[Item] = []
-    there = _by_role(others)
+    found, there = list[Item](), _by_role(others)
     for fused, roles in _FUSED.items():
         # Where the other side has them apart as well, they are paired one by one.
         if not _complete(there, roles):

@@ -152,13 +152,15 @@ class _Pair(NamedTuple):
     @property
     def _doubt(self) -> str:
         if self.fused:
-            rule = self._rule(self.patterns[0], Order())
-            return f". In which order is not known; one after the other: {rule}"
+            return f". In which order is not known; one after the other: {self._usual_rule}"
         if len(self.patterns) > 1:
-            ways = [pattern or "as it is" for pattern in self.patterns]
-            return f" by {' or '.join(ways)}"
+            return f" by {' or '.join(pattern or 'as it is' for pattern in self.patterns)}"
         is_told = self.evidence != "shape" or self._share_words()
         return "" if is_told else ", but their names have no word in common"
+
+    @property
+    def _usual_rule(self) -> Rule:
+        return self._rule(self.patterns[0], Order())
 
     def _share_words(self) -> bool:
         ours, theirs = self.ours.path, self.theirs.path
