@@ -98,7 +98,7 @@ def from_layout(
         raise ConversionError("\n  ".join(lines))
     ours = {}
     for entry in entries:
-        stored = {name: as_numbers(name, theirs[name]) for name in entry.tensors}
+        stored = {name: as_numbers(name, theirs[name]) for name in entry.names}
         ours |= entry.split(entry.joined(stored))
     return ours
 

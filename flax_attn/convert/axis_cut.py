@@ -2,7 +2,10 @@
 
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple
+from types import ModuleType
+from typing import Any, NamedTuple, TypeVar
+
+A = TypeVar("A")
 
 
 class AxisCut(NamedTuple):
@@ -38,9 +41,9 @@ class AxisCut(NamedTuple):
         within = AxisCut(self.axis + 1, shares)
         return [self._without_groups(part) for part in within.cut(in_groups)]
 
-    def join(self, parts: Sequence[Any]) -> Any:
+    def join(self, parts: Sequence[A]) -> A:
         """Return the whole: the inverse of `cut`."""
-        library = parts[0].__array_namespace__()
+        library = namespace(parts[0])
         if self.groups == 1:
             return library.concat(parts, axis=self.axis)
         joined = library.concat(list(map(self._in_groups, parts)), axis=self.axis + 1)
@@ -58,3 +61,8 @@ class AxisCut(NamedTuple):
     def _without_groups(self, array: Any) -> Any:
         shape = array.shape
         return array.reshape(*shape[: self.axis], -1, *shape[self.axis + 2 :])
+
+
+def namespace(array: Any) -> ModuleType:
+    """Return the functions for an array: `numpy`, or `jax.numpy`."""
+    return array.__array_namespace__()

@@ -5,13 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from einops import EinopsError, rearrange
 
-from flax_attn.convert.axis_cut import AxisCut
+from flax_attn.convert.axis_cut import AxisCut, namespace
 from flax_attn.convert.rules import Arrays, ConversionError, Rule, Shape
+
+A = TypeVar("A")
 
 
 @dataclass(frozen=True)
@@ -56,24 +58,30 @@ class Entry:
     @property
     def tensors(self) -> dict[str, Shape]:
         """The shape of what is stored by its name: of the entry, or of each of its pieces."""
-        names = stored_names(self.theirs, self.shape, self.rule.names)
         if not self.rule.names:
             stored = self.shape[1:] if self.is_list else self.shape
-            return dict.fromkeys(names, stored)
+            return dict.fromkeys(self.names, stored)
         cut = self._names_cut
-        return {name: cut.shape(self.shape, i) for i, name in enumerate(names)}
+        return {name: cut.shape(self.shape, i) for i, name in enumerate(self.names)}
+
+    @property
+    def names(self) -> list[str]:
+        """The names of what is stored: its own, or those of its pieces."""
+        # The shape takes as long as all the rest, and most entries are whole.
+        shape = self.shape if self.is_list else ()
+        return stored_names(self.theirs, shape, self.rule.names)
 
     def pieces(self, array: Any) -> dict[str, Any]:
         """Return what is stored of the entry, by its name."""
         if self.rule.names:
-            return dict(zip(self.tensors, self._names_cut.cut(array), strict=True))
+            return dict(zip(self.names, self._names_cut.cut(array), strict=True))
         if self.is_list:
-            return dict(zip(self.tensors, array, strict=True))
+            return dict(zip(self.names, array, strict=True))
         return {self.theirs: array}
 
     def joined(self, stored: Mapping[str, np.ndarray]) -> np.ndarray:
         """Return the entry made from what is stored of it: the inverse of `pieces`."""
-        arrays = [stored[name] for name in self.tensors]
+        arrays = [stored[name] for name in self.names]
         if self.rule.names:
             return self._names_cut.join(arrays)
         return np.stack(arrays) if self.is_list else arrays[0]
@@ -116,17 +124,26 @@ class Entry:
         ours = tuple(piece_name(name, label) for name in self.ours)
         return Entry(Rule(ours, theirs), ours, theirs, (shape,), {}, self.trainable, whole=self)
 
-    def named_pieces(self, array: Any) -> dict[str, Any]:
-        """Return the pieces of a parameter as `apart` names them; it may be traced by JAX."""
-        (name,), (shape,) = self.ours, self.shapes
-        labels = [piece_name(name, label) for label in self.rule.names]
-        pieces = self.pieces(self._arrange(array, shape))
-        return dict(zip(labels, pieces.values(), strict=True))
+    def pieces_of_ours(self, name: str, array: A) -> dict[str, A]:
+        """Return the pieces of one of our parameters as `apart` names them.
 
-    def from_named_pieces(self, pieces: Sequence[Any]) -> Any:
-        """Return a parameter made of its pieces: the inverse of `named_pieces`."""
-        (parameter,) = self.parts(self._names_cut.join(pieces)).values()
-        return parameter
+        The array may be one of NumPy or JAX, or traced.
+        """
+        pieces = self._cut_of_ours(array)
+        labels = self.rule.names or range(len(pieces))
+        return {piece_name(name, label): one for label, one in zip(labels, pieces, strict=True)}
+
+    def _cut_of_ours(self, array: A) -> Sequence[A]:
+        if self.rule.names:
+            return self._names_cut.cut(self._arrange(array, self.shapes[0]))
+        return list(namespace(array).moveaxis(array, self.list_axis, 0))
+
+    def ours_of_pieces(self, pieces: Sequence[A]) -> A:
+        """Return one of our parameters, made of its pieces: the inverse of `pieces_of_ours`."""
+        if self.rule.names:
+            (parameter,) = self.parts(self._names_cut.join(pieces)).values()
+            return parameter
+        return namespace(pieces[0]).stack(pieces, axis=self.list_axis)
 
     def _piece(self, index: int, theirs: str) -> Entry:
         ours = tuple(piece_name(name, index) for name in self.ours)
@@ -212,15 +229,17 @@ class Entry:
 
     def _unit(self, size: int, shares: Sequence[int]) -> int:
         """Return how wide a share of an axis is."""
+        whole = sum(shares)
         groups = self.rule.groups
-        count = sum(shares) * groups
+        count = whole * groups
         if size % count:
+            (own,) = self.ours
+            names = ", ".join(self.rule.names)
             raise ConversionError(
-                f"{self.ours[0]} is cut along an axis of {size}, which is no multiple of {count}:"
-                f" the shares {shares} in {groups} groups. Give the shares of"
-                f" {', '.join(self.rule.names)} in the rule"
+                f"{own} is cut along an axis of {size}, which is no multiple of {count}:"
+                f" the shares {shares} in {groups} groups. Give the shares of {names} in the rule"
             )
-        return size // sum(shares)
+        return size // whole
 
     def _cut(self, array: Any) -> list[Any]:
         if self.rule.grouped:

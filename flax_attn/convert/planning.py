@@ -115,7 +115,6 @@ def _makers(entries: list[Entry]) -> dict[str, list[str]]:
     """Return the parameters that make each entry, one text for each time it is made."""
     makers = defaultdict(list)
     for entry in entries:
-        stored = entry.tensors if "*" in entry.theirs else [entry.theirs]
-        for name in stored:
+        for name in entry.names:
             makers[name].append(" and ".join(entry.ours))
     return makers

@@ -79,6 +79,10 @@ class Rule:
                 "the pattern of a rule has two sides, as in 'i o -> o i'; got"
                 f" {self.pattern!r} for {self.theirs}. Pass '' to leave the array as it is"
             )
+        if self.groups < 1:
+            raise ConversionError(
+                f"an axis has at least one group; got groups={self.groups} for {self.theirs}"
+            )
         self._check_placeholders()
         self._check_names()
 

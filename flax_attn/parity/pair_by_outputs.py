@@ -118,13 +118,8 @@ def _reversed(layout: convert.Layout | None, first: convert.Layout | None) -> li
     if not isinstance(layout, Pairing) or not isinstance(first, Pairing):
         return []
     usual = {_parts_of(row.rule) for row in first.rows}
-    rules = [row.rule for row in layout.rows if row.theirs in _fused_in(first)]
-    return [_order_of(rule) for rule in rules if _parts_of(rule) not in usual]
-
-
-def _fused_in(layout: Pairing) -> set[str]:
-    """Return the names in PyTorch of what one side holds in one tensor and the other in several."""
-    return {row.theirs for row in layout.rows if len(_parts_of(row.rule)) > 1}
+    several = [row.rule for row in layout.rows if len(_parts_of(row.rule)) > 1]
+    return [_order_of(rule) for rule in several if _parts_of(rule)[::-1] in usual]
 
 
 def _parts_of(rule: convert.Rule) -> tuple[str, ...]:

@@ -139,6 +139,42 @@ def test_a_parameter_of_ones_own_is_the_weight_of_a_layer(shape, theirs, pattern
     assert ("last_layer.bias" in found) == bool(bias)
 
 
+NAMES = ("position.weight", "out.weight")
+
+
+def test_a_square_table_of_ids_is_not_transposed():
+    ours = params(position=(D, D), w_out=(D, D))
+    theirs = Torch(position=nn.Embedding(D, D), out=nn.Linear(D, D, bias=False))
+    assert partners(params(position=(D, D)), Torch(position=nn.Embedding(D, D))) == {
+        "position.weight": ("position", "")
+    }
+    # Whether the matrix beside it is transposed, the outputs tell.
+    rows = [row for one in possible_pairings(ours, theirs) for row in one.rows]
+    found = {name: [row.pattern for row in rows if row.theirs == name] for name in NAMES}
+    assert found == {"position.weight": ["", ""], "out.weight": ["i o -> o i", ""]}
+
+
+# As Llama and T5 call the gate and what is gated.
+@pytest.mark.parametrize("names", [("w1", "w3"), ("wi_0", "wi_1")])
+def test_a_fused_gate_beside_names_without_words(names):
+    ours = params(w_gate_up=(D, 2 * H))
+    theirs = Torch(**{name: nn.Linear(D, H, bias=False) for name in names})
+    orders = {row.rule.names for one in possible_pairings(ours, theirs) for row in one.rows}
+    assert orders == {names, names[::-1]}
+
+
+def test_an_order_that_names_contradict_is_left_out_of_those_that_are_tried():
+    def norms(*names):
+        return {name: nnx.LayerNorm(D, rngs=R) for name in names}
+
+    ours = Flax(**norms("first_norm", "head_norm", "last_norm"))
+    theirs = Torch(**{name: nn.LayerNorm(D) for name in ("norm_a", "head_norm", "norm_b")})
+    found = possible_pairings(ours, theirs)
+    assert found
+    heads = {row.ours for one in found for row in one.rows if row.theirs == "head_norm.weight"}
+    assert heads == {("head_norm.scale",)}
+
+
 def test_a_size_is_no_evidence_where_names_have_no_word_in_common():
     ours = params(position=(D, H))
     theirs = Torch(fc=nn.Linear(H, D, bias=False))

@@ -1,5 +1,7 @@
 """The engine: names with placeholders, sizes read off shapes, one entry for one rule."""
 
+from dataclasses import replace
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -224,6 +226,57 @@ def test_an_entry_is_stored_in_pieces_and_read_again():
     assert all((stored[f"mlp.experts.{i}.up.weight"] == kernel[i].T).all() for i in range(3))
     again = convert.from_layout(stored, [STACKED], {"experts.up.kernel": kernel})
     assert (again["experts.up.kernel"] == kernel).all()
+
+
+FUSED = Rule(("qkv.kernel",), "*.weight", "i o -> o i", names=("q", "k", "v"), shares=(4, 1, 1))
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_one_parameter_is_stored_under_several_names(groups):
+    kernel = RANDOM.normal(size=(3, 12))
+    rule = replace(FUSED, groups=groups)
+    stored = convert.to_layout({"qkv.kernel": kernel}, [rule])
+    # In each group four shares of the query, one of the key and one of the value.
+    columns = np.arange(12).reshape(groups, 6, -1)
+    parts = columns[:, :4], columns[:, 4:5], columns[:, 5:]
+    wanted = [kernel[:, part.ravel()] for part in parts]
+    for name, array in zip(("q", "k", "v"), wanted, strict=True):
+        np.testing.assert_array_equal(stored[f"{name}.weight"], array.T)
+    again = convert.from_layout(stored, [rule], {"qkv.kernel": kernel})
+    np.testing.assert_array_equal(again["qkv.kernel"], kernel)
+
+
+def test_shares_that_do_not_divide_an_axis():
+    reason = (
+        r"qkv\.kernel is cut along an axis of 8, which is no multiple of 6: the shares \(4, 1, 1\)"
+        r" in 1 groups\. Give the shares of q, k, v in the rule"
+    )
+    with pytest.raises(ConversionError, match=reason):
+        convert.to_layout({"qkv.kernel": np.zeros((3, 8))}, [FUSED])
+
+
+@pytest.mark.usefixtures("no_shape_checks")
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"names": ()}, r"got shares \(4, 1, 1\) without names\. Pass names"),
+        ({"names": "qkv"}, r"names are a tuple, .*; got 'qkv' for \*\.weight"),
+        ({"theirs": "qkv.weight"}, r"the one \* in the name of the entry; got .* for qkv\.weight"),
+        ({"ours": ("a", "b")}, r"got a, b and names \('q', 'k', 'v'\)\. Write a rule for each"),
+        ({"shares": (4, 1)}, r"each name has a share; got names .* and shares \(4, 1\)"),
+        ({"groups": 0}, r"an axis has at least one group; got groups=0 for \*\.weight"),
+    ],
+)
+def test_names_that_do_not_fit_the_rule(changed, reason):
+    with pytest.raises(ConversionError, match=reason):
+        replace(FUSED, **changed)
+
+
+def test_a_name_of_a_piece_is_made_once():
+    rules = [FUSED, Rule(("q.kernel",), "q.weight", "i o -> o i")]
+    shapes = {"qkv.kernel": (3, 12), "q.kernel": (3, 8)}
+    with pytest.raises(ConversionError, match=r"makes q\.weight of qkv\.kernel, and of q\.kernel"):
+        plan(shapes, Layout(tuple(rules)))
 
 
 def test_a_piece_that_is_missing_is_named():

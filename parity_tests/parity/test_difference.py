@@ -1339,3 +1339,26 @@ def test_what_is_gathered_at_other_places_is_another_value(as_a_user_has_jax):
     inputs = [(5, 4), (10, 4), source, target]
     report = compare(flax, theirs, inputs, checks=["forward"])
     assert report.causes == ["the whole module: flax has input 3, torch has input 2"]
+
+
+def test_a_search_that_takes_long_ends_and_says_so(monkeypatch):
+    def flax(x):
+        for scale in (0.5, 0.25):
+            x = jnp.tanh(jnp.cumsum(x * scale, -1)) + jnp.sin(x)
+        return x
+
+    def theirs(x):
+        for scale in (0.4, 0.2):
+            x = torch.tanh(torch.cumsum(x * scale, -1)) + torch.sin(x)
+        return x
+
+    found = compare(flax, theirs, [X], checks=["forward"]).difference
+    assert found.repaired
+    assert not found.ended
+    # Too few to find both.
+    monkeypatch.setattr("flax_attn.parity.trace.align.VALUES", 4)
+    found = compare(flax, theirs, [X], checks=["forward"]).difference
+    assert found.ended
+    assert not found.repaired
+    assert "the search takes no longer" in str(found).lower()
+    assert found.as_dict()["ended"]

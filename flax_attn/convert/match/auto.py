@@ -323,16 +323,21 @@ def _rows(found: Matching) -> list[PairedTensor]:
 
 def _row(pairs: Sequence[_PairedPart]) -> PairedTensor:
     first = pairs[0]
-    tensor, ours = first.theirs.tensor, [pair.ours.tensor for pair in pairs]
+    tensor = first.theirs.tensor
+    ours = [pair.ours.tensor for pair in pairs]
     names = tuple(own.name for own in ours)
-    if len({pair.pattern for pair in pairs}) > 1:
-        raise ConversionError(
-            f"{', '.join(names)} lie differently and make one tensor, {tensor.name}"
-        )
+    shapes = tuple(own.shape for own in ours)
+    patterns = {pair.pattern for pair in pairs}
+    if len(patterns) > 1:
+        listed = ", ".join(names)
+        raise ConversionError(f"{listed} lie differently and make one tensor, {tensor.name}")
+    # What PyTorch packs in one tensor is joined along the axis of its pieces.
+    axis = first.theirs.axis
+    rule = Rule(names, tensor.name, first.pattern, axis)
     return PairedTensor(
         kind=first.kind,
-        rule=Rule(names, tensor.name, first.pattern, first.theirs.axis),
-        shapes=tuple(own.shape for own in ours),
+        rule=rule,
+        shapes=shapes,
         shape=tensor.shape,
         evidence=first.evidence,
         trainable=tensor.trainable,

@@ -4,7 +4,7 @@ import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import chain
 from math import prod
 from typing import NamedTuple
 
@@ -243,18 +243,17 @@ def _in_order(tensors: Mapping[int, Tensor]) -> tuple[Tensor, ...]:
 
 def _fused(tensors: Sequence[Tensor], others: Iterable[Tensor]) -> list[Item]:
     """Return the projections that are one tensor on the other side, by how much that holds."""
-    found, there = list[Item](), _by_role(others)
+    there = _by_role(others)
+    sizes = _sizes_without(others, there)
+    found: list[Item] = []
     for fused, roles in _FUSED.items():
         # Where the other side has them apart as well, they are paired one by one.
-        if not _complete(there, roles):
-            items = _items(_without(tensors, found), fused)
-            found += [item for item in items if _size(item) in _sizes_without(others, there)]
+        if _complete(there, roles):
+            continue
+        places = _complete(_by_role(_without(tensors, found)), roles)
+        items = [_item(place, own, fused) for place, own in places.items()]
+        found += [item for item in items if _size(item) in sizes]
     return found
-
-
-def _items(tensors: Iterable[Tensor], fused: str) -> list[Item]:
-    places = _complete(_by_role(tensors), _FUSED[fused])
-    return [_item(place, own, fused) for place, own in places.items()]
 
 
 def _complete(places: Mapping[_Place, _ByRole], roles: Sequence[str]) -> dict[_Place, _ByRole]:
@@ -278,20 +277,25 @@ def _item(place: _Place, own: _ByRole, fused: str) -> Item:
 def _by_role(tensors: Iterable[Tensor]) -> dict[_Place, _ByRole]:
     """Return the projections of each module by role."""
     found: dict[_Place, _ByRole] = defaultdict(dict)
-    for tensor in filter(lambda tensor: tensor.shape, tensors):
-        for place, role, projection in islice(_readings(tensor), 1):
-            found[place][role] = projection
+    for tensor in tensors:
+        parts = tensor.name.split(".")
+        at = _telling(parts)
+        # A number by itself is no projection.
+        if at is None or not tensor.shape:
+            continue
+        role, is_bias = _role(parts[at])
+        place = _Place(_star_at(parts, at), is_bias, len(tensor.shape))
+        found[place][role] = _Projection(tensor, parts[at])
     return found
 
 
-def _readings(tensor: Tensor) -> Iterator[tuple[_Place, str, _Projection]]:
-    """Yield what a tensor may be by a part of its name, the last part first."""
-    parts = tensor.name.split(".")
+def _telling(parts: Sequence[str]) -> int | None:
+    """Return the last part of a name that says what its tensor projects to."""
     for at in reversed(range(len(parts))):
-        role, is_bias = _role(parts[at])
+        role, _ = _role(parts[at])
         if role:
-            place = _Place(_star_at(parts, at), is_bias, len(tensor.shape))
-            yield place, role, _Projection(tensor, parts[at])
+            return at
+    return None
 
 
 def _role(part: str) -> tuple[str, bool]:

@@ -53,28 +53,28 @@ def fitting_to_join(shapes: Sequence[Shape], wanted: Shape, is_kernel: bool) -> 
 
 def fitting_patches(shape: Shape, wanted: Shape, is_kernel: bool) -> list[str]:
     """Return the patterns between a linear layer over patches and a convolution."""
-    axes = _names_of_places(max(len(wanted), len(shape)) - 2)
-    # Channels of a patch come first or last.
-    patches = [f"c {axes}", f"{axes} c"]
-    if len(shape) < len(wanted):
-        ways = _into_patches(patches, f"o c {axes}", wanted, is_kernel)
-        return [pattern for pattern, fits in ways.items() if shape == fits]
+    if len(shape) > len(wanted):
+        return _from_convolution(shape, wanted)
+    axes, patches = _patches(len(wanted))
+    o, *rest = wanted
+    found = []
+    if shape == (prod(rest), o):
+        found += [f"({patch}) o -> o c {axes}" for patch in patches]
+    if shape == (o, prod(rest)) and not is_kernel:
+        found += [f"o ({patch}) -> o c {axes}" for patch in patches]
+    return found
+
+
+def _from_convolution(shape: Shape, wanted: Shape) -> list[str]:
+    axes, patches = _patches(len(shape))
     patterns = [f"{axes} c o -> o ({patch})" for patch in patches]
     return [pattern for pattern in patterns if shape_after(pattern, shape) == wanted]
 
 
-def _into_patches(
-    patches: Sequence[str], right: str, wanted: Shape, is_kernel: bool
-) -> dict[str, Shape]:
-    """Return the shapes that patterns take, by pattern."""
-    o, *rest = wanted
-    first = {f"({patch}) o -> {right}": (prod(rest), o) for patch in patches}
-    last = {f"o ({patch}) -> {right}": (o, prod(rest)) for patch in patches}
-    return first if is_kernel else first | last
-
-
-def _names_of_places(count: int) -> str:
-    return " ".join(f"p{i}" for i in range(count))
+def _patches(rank: int) -> tuple[str, list[str]]:
+    """Return the axes of space of a convolution, and of a patch: channels come first or last."""
+    axes = " ".join(f"p{i}" for i in range(rank - 2))
+    return axes, [f"c {axes}", f"{axes} c"]
 
 
 def sizes_of_patches(pattern: str, wanted: Shape) -> tuple[tuple[str, int], ...]:

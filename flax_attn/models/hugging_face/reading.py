@@ -48,7 +48,7 @@ def _size(group: list[Entry]) -> int:
 def read_parts(entry: Entry, stored: Mapping[str, Stored]) -> dict[str, list[np.ndarray]]:
     """Return the parts of an entry: each parameter whole, or in the pieces that it is stored in."""
     if not entry.is_list:
-        arrays = {name: stored[name].read() for name in entry.tensors}
+        arrays = {name: stored[name].read() for name in entry.names}
         parts = entry.parts(entry.joined(arrays))
         return {name: [part] for name, part in parts.items()}
     # Each expert is taken apart by itself, as one of one.

@@ -35,7 +35,7 @@ from flax_attn.parity.adapters.jax_arrays import (
     zeros_like,
 )
 from flax_attn.parity.adapters.jax_float32 import named_float32_as_float64
-from flax_attn.parity.adapters.jax_parts import Cut, ListCut, NamedCut, Parts, take_apart
+from flax_attn.parity.adapters.jax_parts import Parts, take_apart
 from flax_attn.parity.adapters.jax_programs import Programs
 from flax_attn.parity.adapters.jax_training import Training
 from flax_attn.parity.adapters.module_adapter import ModuleAdapter
@@ -68,12 +68,12 @@ def _in_each_mode(module: Any) -> dict[Mode, Parts]:
     return {mode: take_apart(module, mode) for mode in get_args(Mode)}
 
 
-def _cuts(entries: Sequence[Entry]) -> dict[str, Cut]:
-    """Return how each parameter that is stored in pieces is cut into them."""
-    cuts: dict[str, Cut] = {}
-    for whole in [entry.whole for entry in entries if entry.whole]:
-        cut = NamedCut(whole) if whole.rule.names else ListCut(whole.list_axis)
-        cuts |= dict.fromkeys(whole.ours, cut)
+def _cuts(entries: Sequence[Entry]) -> dict[str, Entry]:
+    """Return the whole entry of each parameter that is compared in pieces."""
+    cuts = {}
+    for entry in entries:
+        if entry.whole is not None:
+            cuts |= dict.fromkeys(entry.whole.ours, entry.whole)
     return cuts
 
 

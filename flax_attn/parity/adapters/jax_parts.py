@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import linen, nnx
 
 from flax_attn.convert.api import naming
-from flax_attn.convert.entry import Entry, piece_name
+from flax_attn.convert.entry import Entry
 from flax_attn.convert.match.jax_tree import is_bound
 from flax_attn.parity.adapters.adapter import Mode, PairingError
 from flax_attn.parity.adapters.module_adapter import check_kind
@@ -45,11 +45,11 @@ class Parts(NamedTuple):
     call: Callable
     state: State | None = None
 
-    def cut(self, cuts: Mapping[str, Cut]) -> Parts:
+    def cut(self, cuts: Mapping[str, Entry]) -> Parts:
         """Return the parts with some parameters in pieces.
 
         Args:
-            cuts: how a parameter is cut, by its name.
+            cuts: entry whose pieces a parameter is cut into, by its name.
         """
         if not cuts:
             return self
@@ -61,62 +61,20 @@ class Parts(NamedTuple):
         )
 
 
-@runtime_checkable
-class Cut(Protocol):
-    """How a parameter is cut into pieces."""
-
-    def pieces(self, name: str, array: jax.Array) -> dict[str, jax.Array]:
-        """Return the pieces of a parameter of this name, by their own."""
-        ...
-
-    def join(self, pieces: list[jax.Array]) -> jax.Array:
-        """Return the parameter that is made of these pieces."""
-        ...
-
-
-class ListCut(NamedTuple):
-    """A piece for each index of an axis."""
-
-    axis: int
-
-    def pieces(self, name: str, array: jax.Array) -> dict[str, jax.Array]:
-        """Return the pieces of a parameter of this name, by their own."""
-        pieces = jnp.moveaxis(array, self.axis, 0)
-        return {piece_name(name, i): piece for i, piece in enumerate(pieces)}
-
-    def join(self, pieces: list[jax.Array]) -> jax.Array:
-        """Return the parameter that is made of these pieces."""
-        return jnp.stack(pieces, self.axis)
-
-
-class NamedCut(NamedTuple):
-    """A piece for each name of an entry that one parameter makes."""
-
-    entry: Entry
-
-    def pieces(self, name: str, array: jax.Array) -> dict[str, jax.Array]:
-        """Return the pieces of a parameter of this name, by their own."""
-        return self.entry.named_pieces(array)
-
-    def join(self, pieces: list[jax.Array]) -> jax.Array:
-        """Return the parameter that is made of these pieces."""
-        return self.entry.from_named_pieces(pieces)
-
-
-def _joining(parts: Parts, cuts: Mapping[str, Cut]) -> Build:
+def _joining(parts: Parts, cuts: Mapping[str, Entry]) -> Build:
     """Return a function that builds a module from parameters of which some are in pieces."""
     arrays = {**parts.params, **parts.statistics}
-    names = {name: list(cut.pieces(name, arrays[name])) for name, cut in cuts.items()}
+    names = {name: list(cuts[name].pieces_of_ours(name, arrays[name])) for name in cuts}
 
     def build(arrays: Mapping[str, jax.Array], rest: Any) -> Any:
         pieces = {name: [arrays[piece] for piece in own] for name, own in names.items()}
-        whole = {name: cuts[name].join(own) for name, own in pieces.items()}
+        whole = {name: cuts[name].ours_of_pieces(own) for name, own in pieces.items()}
         return parts.build({**arrays, **whole}, rest)
 
     return build
 
 
-def _cutting(state: State, cuts: Mapping[str, Cut]) -> State:
+def _cutting(state: State, cuts: Mapping[str, Entry]) -> State:
     """Return a function of the state of a module that cuts the running statistics."""
 
     def cut(module: Any) -> tuple[dict[str, jax.Array], Any]:
@@ -126,10 +84,10 @@ def _cutting(state: State, cuts: Mapping[str, Cut]) -> State:
     return cut
 
 
-def _cut(arrays: Mapping[str, jax.Array], cuts: Mapping[str, Cut]) -> dict[str, jax.Array]:
+def _cut(arrays: Mapping[str, jax.Array], cuts: Mapping[str, Entry]) -> dict[str, jax.Array]:
     found = {}
     for name, array in arrays.items():
-        found |= cuts[name].pieces(name, array) if name in cuts else {name: array}
+        found |= cuts[name].pieces_of_ours(name, array) if name in cuts else {name: array}
     return found
 
 

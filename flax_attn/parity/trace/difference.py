@@ -88,7 +88,7 @@ class Difference:
         unproven: whether the hypotheses are where the programs part, with no value replaced.
         attention: attention weights `(b, n, t, s)` of JAX and of PyTorch, by submodule.
         miscompiled: program that XLA computes wrongly, if both sides agree operation by operation.
-        ended: whether the search ended before it had tried all that it tries.
+        ended: whether outputs still differ as the search ended before it had tried all.
     """
 
     hypotheses: tuple[Hypothesis, ...] = ()
@@ -213,8 +213,9 @@ def _difference(found: Search, backward: bool = False) -> Difference:
     for one in _told(found.hypotheses, still_wrong):
         hypotheses.append(replace(one, backward=backward, doubtful=doubtful))
     attention = {} if backward else _attention(found.alignment)
-    ended = still_wrong and found.ended
-    return Difference(tuple(hypotheses), wrong, steps, backward, attention=attention, ended=ended)
+    return Difference(
+        tuple(hypotheses), wrong, steps, backward, attention=attention, ended=found.ended
+    )
 
 
 def _causes(hypotheses: Sequence[Hypothesis]) -> int:

@@ -59,7 +59,7 @@ class Search:
         hypotheses: what differs where a value was replaced, in the order of the run.
         alignment: values that agree after them.
         wrong: names of the outputs that still differ.
-        ended: whether the search ended before it had tried all that it tries.
+        ended: whether outputs still differ as the search ended before it had tried all.
     """
 
     hypotheses: tuple[Hypothesis, ...]
@@ -88,7 +88,7 @@ def search(flax: Program, torch: Program, expected: Arrays | None = None) -> Sea
     unexplained = found.wrong and not found.hypotheses
     if vague or unexplained:
         ordered = _searched(replace(alignment, ordered=True))
-        few = 0 < len(ordered.hypotheses) <= FEW
+        few = 0 < len(ordered.hypotheses) <= FEW and not ordered.ended
         found = ordered if few and _rank(ordered) < _rank(found) else found
     if not any(one.parameter in VAGUE for one in found.hypotheses):
         return found
@@ -129,7 +129,8 @@ def _taken_otherwise(alignment: Alignment) -> Search | None:
 
 def _says_less(other: Search, found: Search) -> bool:
     """Whether as few differences, in fewer words, explain as much; or a few, in half of them."""
-    if len(other.wrong) > len(found.wrong):
+    # A search that ended early says less by that alone.
+    if other.ended or len(other.wrong) > len(found.wrong):
         return False
     shorter = _length(found.hypotheses) - _length(other.hypotheses)
     no_more = len(other.hypotheses) <= max(len(found.hypotheses), 1)
@@ -180,7 +181,8 @@ def _searched(alignment: Alignment) -> Search:
         alone = _explained_alone(first, hypotheses)
         if alone is not None:
             hypotheses, alignment = alone
-    return Search(hypotheses, alignment, alignment.wrong(), alignment.budget.spent)
+    wrong = alignment.wrong()
+    return Search(hypotheses, alignment, wrong, ended=bool(wrong) and alignment.budget.spent)
 
 
 def _length(hypotheses: Sequence[Hypothesis]) -> int:
@@ -241,7 +243,8 @@ def _next_repair(alignment: Alignment) -> Made | None:
     wrong = alignment.wrong()
     best = _best_trial(alignment, wrong) if wrong else None
     if best is None:
-        return _output_repair(alignment, wrong)
+        # Where not all was tried, it is not known that the output alone is left.
+        return None if alignment.budget.spent else _output_repair(alignment, wrong)
     repair, changed = best.repair, best.changed
     if not best.certain:
         return repair, changed, [repair.flax]
