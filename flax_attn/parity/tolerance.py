@@ -14,6 +14,10 @@ FORWARD = 1e-12
 GRADIENT = 1e-11
 # Of the derivatives of the gradients.
 SECOND = 1e-10
+# The step of differences of gradients: at the cube root of eps, what curvature and what rounding
+# add to them is of one size, about the square of the step. A step is what they may differ by.
+STEP = 6e-6
+DIFFERENCES = STEP
 # Of 100 steps of AdamW.
 TRAINING = 1e-10
 # In lower dtypes: error over that of plain PyTorch in the same dtype, both against float64.
@@ -107,7 +111,8 @@ def _largest(values: np.ndarray) -> float:
     return float(np.max(np.abs(values), initial=0.0, where=np.isfinite(values)))
 
 
-def _largest_of(arrays: Arrays) -> float:
+def largest_of(arrays: Arrays) -> float:
+    """Return the largest finite size of a number in several arrays."""
     return max((_largest(array) for array in arrays.values()), default=0.0)
 
 
@@ -118,7 +123,7 @@ def reordered(ours: Arrays, reference: Arrays) -> dict[str, float]:
 
     Values that are rounding only, beside the largest of all, are measured by that.
     """
-    largest = _largest_of(reference)
+    largest = largest_of(reference)
     return {name: _reordered(ours[name], array, largest) for name, array in reference.items()}
 
 
@@ -142,7 +147,7 @@ def median(draws: Sequence[Errors]) -> dict[str, float]:
 
 def null_directions(reference: Arrays) -> set[str]:
     """Return the names of gradients that are only rounding, such as that of a key bias."""
-    largest = _largest_of(reference)
+    largest = largest_of(reference)
     return {name for name, gradient in reference.items() if _largest(gradient) <= NULL * largest}
 
 
@@ -153,7 +158,7 @@ def nonzero_gradient(ours: Arrays, reference: Arrays) -> dict[str, np.ndarray]:
     bias. Where some of its elements are rounding, those that are 0 may be rounding that came out
     so.
     """
-    smallest = NULL * _largest_of(reference)
+    smallest = NULL * largest_of(reference)
     return {name: _nonzero(gradient, ours[name], smallest) for name, gradient in reference.items()}
 
 
@@ -169,7 +174,7 @@ def gradient_errors(ours: Arrays, reference: Arrays) -> dict[str, float]:
     names = null_directions(reference)
     null = {name: gradient for name, gradient in reference.items() if name in names}
     others = {name: gradient for name, gradient in reference.items() if name not in names}
-    largest = _largest_of(reference)
+    largest = largest_of(reference)
     return relative(ours, others) | relative(ours, null, largest)
 
 

@@ -16,7 +16,7 @@ from flax import nnx
 import flax_attn.functional.reference
 import torch_ref
 from flax_attn.convert.entry import Entry
-from flax_attn.parity import CHECKS, compare
+from flax_attn.parity import CHECKS, compare, tolerance
 from flax_attn.parity.check import Check, worst_of
 from flax_attn.parity.report.state import next_steps
 from flax_attn.proof import prove
@@ -277,6 +277,66 @@ def test_a_second_derivative_that_pytorch_lacks_is_not_run():
         "PyTorch, the reference, gives no second derivative: torch raised RuntimeError: deriv"
     )
     assert check.skipped.startswith(expected)
+
+
+class WronglyDifferentiatedTwice(torch.autograd.Function):
+    """A cube whose derivative takes its own derivative to be half of what it is."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        half = 1.5 * x**2
+        return gradient * (half + half.detach())
+
+
+def cube(x):
+    return WronglyDifferentiatedTwice.apply(x)
+
+
+def test_a_second_derivative_that_pytorch_has_wrong_is_compared_with_differences():
+    check = check_of("second", lambda x: x**3, cube)
+    assert check.passed, check.line
+    assert check.limit == tolerance.DIFFERENCES
+    assert check.note == (
+        "PyTorch's own derivatives of its gradients of input 0 are wrong: those of JAX are compared"
+        " with differences of PyTorch's gradients"
+    )
+
+
+def test_differences_move_parameters_as_well():
+    linear = nnx.Linear(5, 4, rngs=nnx.Rngs(0), param_dtype=jnp.float64)
+    report = compare(
+        linear,
+        torch.nn.Linear(5, 4),
+        [(3, 5)],
+        flax_call=lambda module, x: module(x) ** 3,
+        torch_call=lambda module, x: cube(module(x)),
+        checks=["second"],
+    )
+    assert report.passed, report.explain()
+    assert "bias, input 0, weight" in report.check("second").note
+
+
+@pytest.mark.parametrize("theirs", [cube, lambda x: x**3])
+def test_a_second_derivative_that_jax_has_wrong_is_caught(theirs):
+    @jax.custom_jvp
+    def ours(x):
+        return x**3
+
+    @ours.defjvp
+    def _(primals, tangents):
+        (x,), (tangent,) = primals, tangents
+        constant = jax.lax.stop_gradient(x**2)
+        return ours(x), (x**2 + 2 * constant) * tangent
+
+    check = check_of("second", ours, theirs)
+    assert not check.passed
+    assert check.limit == tolerance.SECOND
 
 
 @pytest.mark.parametrize("whole", [True, False])

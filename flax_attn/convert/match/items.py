@@ -3,11 +3,12 @@
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from math import prod
 from typing import NamedTuple
 
+from flax_attn.convert.match.computed_weights import in_older_names
 from flax_attn.convert.match.names import key_of
 from flax_attn.convert.match.tree import (
     PARAMETER,
@@ -32,8 +33,15 @@ _FUSED = {
 _ROLES = set().union(*_FUSED.values())
 # As Llama and T5 have them, without a word that tells.
 _ROLES_BY_NAME = {"w1": "gate", "w3": "up", "wi_0": "gate", "wi_1": "up"}
-# The last part of a name that says no more than that it is a weight.
-_WEIGHTS = {"weight", "weights", "w", "kernel", "embedding", "scale", "gamma", "gain", "g"}
+# The last part of a name that says no more than that it is a weight, or a factor on one.
+_GAINS = {"scale", "gamma", "gain", "g", "weight_g", "kernel_g"}
+_WEIGHTS = {"weight", "weights", "w", "kernel", "embedding"} | _GAINS
+# What a gain scales, in the weight norm of PyTorch and in ports of it.
+_DIRECTION = "v"
+_DIRECTIONS = {
+    **dict.fromkeys(("weight_v", "kernel_v", "direction"), _DIRECTION),
+    "weight_u": "u",
+}
 _BIASES = {"bias", "shift", "beta"}
 # The letter by which many call a bias: in `b1`, `b_up`, `up_b` and `bq`.
 _BIAS = re.compile(r"(?<![a-zA-Z])b(?![a-zA-Z])|^b(?=[qkvo]$)")
@@ -50,6 +58,7 @@ class Item:
         is_list: whether it is a list.
         fused: what the other side calls several in one, such as "qkv"; empty for others.
         labels: what takes the place of `*` in the name of each of several.
+        has_gain: whether it is the weight of a module that has a gain for it as well.
     """
 
     name: str
@@ -58,6 +67,7 @@ class Item:
     is_list: bool = False
     fused: str = ""
     labels: tuple[str, ...] = ()
+    has_gain: bool = False
 
     @property
     def shape(self) -> Shape:
@@ -90,7 +100,8 @@ class Item:
     @property
     def path(self) -> Path:
         """The path, in words that both sides have."""
-        return path_of(self._common_name)
+        path = path_of(self._common_name)
+        return (*path, _DIRECTION) if self.has_gain else path
 
     @property
     def parts(self) -> Path:
@@ -101,7 +112,7 @@ class Item:
     def _common_name(self) -> str:
         """The name, with what several are in one for those of several."""
         if not self.fused:
-            return self.name
+            return in_older_names(self.name)
         is_bias = _BIAS.search(self.labels[0]) is not None
         return self.name.replace("*", f"bias {self.fused}" if is_bias else self.fused)
 
@@ -151,7 +162,7 @@ class Items:
         self.counted = {_counted(item.shape) for item in lists}
         left = _without(tensors, [*lists, *several])
         alone = [Item(tensor.name, (tensor,), tensors[tensor]) for tensor in left]
-        self.by_key = {item.key: item for item in (*lists, *several, *alone)}
+        self.by_key = {item.key: item for item in (*lists, *several, *_with_gains(alone))}
 
     def tree(self, counted: set[Shape]) -> Group:
         """Return the items as layers of one parameter each; what is a list somewhere is counted."""
@@ -267,6 +278,19 @@ def _sizes_without(tensors: Iterable[Tensor], places: Mapping[_Place, _ByRole]) 
     return {prod(tensor.shape) for tensor in tensors if tensor not in named}
 
 
+def _with_gains(items: Sequence[Item]) -> list[Item]:
+    """Return items, those of modules that have a weight and a gain for it marked."""
+    gains = {item.parts[:-1] for item in items if item.parts[-1] in _GAINS}
+    weights = _WEIGHTS - _GAINS
+    found = []
+    for item in items:
+        module = item.parts[:-1]
+        is_weight = item.parts[-1] in weights
+        has_gain = is_weight and module in gains
+        found.append(replace(item, has_gain=has_gain))
+    return found
+
+
 def _item(place: _Place, own: _ByRole, fused: str) -> Item:
     projections = [own[role] for role in _FUSED[fused]]
     tensors = tuple(one.tensor for one in projections)
@@ -335,5 +359,5 @@ def path_of(name: str) -> Path:
     """
     *parts, last = _parts_of(name)
     if not parts or last not in _WEIGHTS:
-        parts.append(_BIAS.sub("bias ", last))
+        parts.append(_DIRECTIONS.get(last) or _BIAS.sub("bias ", last))
     return tuple(parts)

@@ -210,8 +210,7 @@ def _ranks(module: object) -> dict[str, int]:
     places = getattr(module, "kernel_size", ())
     ranks = {}
     for name, (_, axes) in kind.roles.items():
-        fixed = [axis for axis in axes.split() if "..." not in axis]
-        rank = len(fixed)
+        rank = len(_fixed(axes))
         if "..." not in axes:
             ranks[name] = rank
         elif is_convolution:
@@ -311,12 +310,17 @@ def _kind_of_kernel(tensors: Mapping[str, Tensor], heads: bool, out: bool) -> Ki
 
 def _part(tensor: Tensor, axes: str, kind: Kind) -> TensorPart | None:
     """Return a tensor in a role, or None if it has other axes."""
-    fixed = [axis for axis in axes.split() if "..." not in axis]
+    fixed = _fixed(axes)
     others = len(tensor.shape) - len(fixed)
     if others < 0 or (others > 0 and "..." not in axes):
         return None
     merged = {axis: names for axis, names in kind.merged.items() if _names(names) <= set(fixed)}
     return TensorPart(tensor, _axes(axes, others), merged)
+
+
+def _fixed(axes: str) -> list[str]:
+    """Return the axes that every such tensor has."""
+    return [axis for axis in axes.split() if "..." not in axis]
 
 
 def _names(merged: str) -> set[str]:

@@ -38,7 +38,7 @@ from flax_attn.convert.match.tree import (
 from flax_attn.convert.rules import Rule
 
 # Layers whose parameters are known to hold one weight each, in an order of axes that is known.
-_PLAIN = {PARAMETER, "Linear", "Conv", "Embedding", "BatchNorm", *NORMS}
+_PLAIN = {PARAMETER, "Linear", "Conv", "ConvTranspose", "Embedding", "BatchNorm", *NORMS}
 # Of these two either may come first. Query, key and value are never tried in another order.
 _EITHER_FIRST = "gate_up"
 
@@ -264,11 +264,19 @@ def _key(layer: Layer) -> str:
 
 def _tensors(layers: Iterable[Layer]) -> dict[Tensor, str]:
     """Return the tensors of some layers, each with the kind of its layer."""
-    plain = [layer for layer in layers if layer.kind.removeprefix(STACKED) in _PLAIN]
+    plain = filter(_is_plain, layers)
     parts = [(part, layer.kind) for layer in plain for part in layer.parts.values()]
     pieces = Counter(part.tensor for part, _ in parts)
     # Of a tensor that is in pieces, all are left over or none.
     return {part.tensor: kind for part, kind in parts if pieces[part.tensor] == part.pieces}
+
+
+def _is_plain(layer: Layer) -> bool:
+    """Whether a layer holds one weight, in an order of axes that is known or the user's own."""
+    kind = layer.kind.removeprefix(STACKED)
+    # Of a layer whose axes are not known, such as a flipped kernel, each tensor is a value.
+    is_unknown = layer.kind == "ConvTranspose" and "value" in layer.parts
+    return kind in _PLAIN and not is_unknown
 
 
 def _patterns(ours: Item, theirs: Item) -> list[str]:
@@ -292,7 +300,8 @@ def _patterns_of_several(ours: Item, theirs: Item, is_kernel: bool) -> list[str]
 def _patterns_of_one(ours: Item, theirs: Item, is_kernel: bool) -> list[str]:
     """Return the patterns for one tensor, or for one of a list."""
     counts = ours.is_list or theirs.is_list
-    found = fitting(ours.shape[counts:], theirs.shape[counts:], is_kernel)
+    is_transposed = theirs.kind == "ConvTranspose"
+    found = fitting(ours.shape[counts:], theirs.shape[counts:], is_kernel, is_transposed)
     # The rows of a table are those of its ids everywhere.
     is_table = "Embedding" in (ours.kind, theirs.kind)
     return [""] if is_table and "" in found else found

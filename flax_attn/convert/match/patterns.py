@@ -1,6 +1,7 @@
 """The einops patterns by which a parameter of one framework may be that of another one."""
 
 from collections.abc import Iterator, Sequence
+from itertools import count
 from math import prod
 
 from flax_attn.convert.entry import axes_of_side
@@ -22,12 +23,47 @@ _COUNTED = (
 )
 
 
-def fitting(shape: Shape, wanted: Shape, is_kernel: bool) -> list[str]:
-    """Return the patterns from a shape to another one; a kernel lies as those of Flax do."""
-    found = [pattern for pattern in _ways(len(shape)) if shape_after(pattern, shape) == wanted]
+def fitting(shape: Shape, wanted: Shape, is_kernel: bool, is_transposed: bool = False) -> list[str]:
+    """Return the patterns from a shape to another one.
+
+    Args:
+        shape: the one shape.
+        wanted: the other one.
+        is_kernel: whether it lies as kernels of Flax do.
+        is_transposed: whether the other one is of a transposed convolution, which has inputs first.
+    """
+    ways = _ways_to_transposed(len(shape)) if is_transposed else _ways(len(shape))
+    found = [pattern for pattern in ways if shape_after(pattern, shape) == wanted]
     if shape == wanted and not (is_kernel and found):
         found.append("")
-    return found
+    return found or _with_ones(shape, wanted)
+
+
+def _with_ones(shape: Shape, wanted: Shape) -> list[str]:
+    """Return the pattern between shapes that differ in axes of size 1 alone, such as scales."""
+    sides = [_without_ones(shape), _without_ones(wanted)]
+    if sides[0] != sides[1] or shape == wanted:
+        return []
+    return [f"{_axes_with_ones(shape)} -> {_axes_with_ones(wanted)}"]
+
+
+def _without_ones(shape: Shape) -> list[int]:
+    return [size for size in shape if size != 1]
+
+
+def _axes_with_ones(shape: Shape) -> str:
+    number = count()
+    return " ".join("1" if size == 1 else f"s{next(number)}" for size in shape)
+
+
+def _ways_to_transposed(rank: int) -> Iterator[str]:
+    """Yield the patterns by which a kernel may become that of a transposed convolution."""
+    if rank < 3:
+        return
+    axes = _names_of_axes(rank)
+    *places, i, o = axes
+    yield f"{' '.join(axes)} -> {' '.join([i, o, *places])}"
+    yield f"{' '.join([*places, o, i])} -> {' '.join([i, o, *places])}"
 
 
 def fitting_of_several(shape: Shape, wanted: Shape, is_kernel: bool, count: int) -> list[str]:

@@ -4,6 +4,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import replace
 from typing import Any, Literal
 
+from flax_attn.convert.match.computed_weights import in_older_names, role_of, weight_functions
 from flax_attn.convert.match.kinds import class_names, own_layers
 from flax_attn.convert.match.tree import (
     RECURRENT,
@@ -16,7 +17,8 @@ from flax_attn.convert.match.tree import (
     simplify,
 )
 
-STATISTICS = ("running_mean", "running_var")
+# Of norms, and the vectors of spectral norm in PyTorch's newer names and its older ones.
+STATISTICS = ("running_mean", "running_var", "_u", "_v", "weight_u", "weight_v")
 INPUTS = ("query", "key", "value")
 # The gates of recurrent layers, in PyTorch's order and by its letters.
 GATES = {"GRU": "rzn", "LSTM": "ifgo"}
@@ -53,12 +55,40 @@ def state_names(module: Any) -> tuple[str, ...]:
 
 def _branch(module: Any, prefix: str, names: dict[int, str], without: Collection[str]) -> Branch:
     """Return the branch of a module, except the tensors that are left out."""
-    own = _parameters(module, names) | _statistics(module, prefix)
-    tensors = {name: tensor for name, tensor in own.items() if tensor.name not in without}
+    own = _parameters(module, names)
+    computed = _originals(module, prefix, names)
+    every = {**_by_role(own | computed), **_statistics(module, prefix)}
+    tensors = {name: tensor for name, tensor in every.items() if tensor.name not in without}
+    # What a weight is computed from is a tensor of the layer, and of no module inside.
+    inside = {*without, *(tensor.name for tensor in computed.values())}
     branches = {}
     for name, child in module.named_children():
-        branches[name] = _branch(child, f"{prefix}{name}.", names, without)
+        branches[name] = _branch(child, f"{prefix}{name}.", names, inside)
     return Branch(module, tensors, branches)
+
+
+def _by_role(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    found = {}
+    for name, tensor in tensors.items():
+        # A vector of spectral norm has the name of what weight norm scales.
+        role = role_of(name) if tensor.trainable else name
+        found[role] = tensor
+    return found
+
+
+def _originals(module: Any, prefix: str, names: dict[int, str]) -> dict[str, Tensor]:
+    """Return what the weights of a layer are computed from, as PyTorch's older functions call it.
+
+    Those have it in the layer itself.
+    """
+    found = {}
+    for path, functions in weight_functions(module):
+        inside = f"{prefix}{path}.0."
+        tensors = _parameters(functions, names) | _statistics(functions[0], inside)
+        for tensor in tensors.values():
+            name = in_older_names(tensor.name)
+            found[name.rpartition(".")[2]] = tensor
+    return found
 
 
 def _parameters(module: Any, names: dict[int, str]) -> dict[str, Tensor]:

@@ -89,6 +89,8 @@ class RunSpec:
             are outputs by `kept_name`.
         cotangents: cotangents of the outputs, for gradients; None computes outputs alone.
         tangents: tangents of parameters and inputs, for directional derivatives of the gradients.
+        step: how many tangents PyTorch moves parameters and inputs by, to return their gradients
+            there and no derivatives of these; 0 is none.
         eager: whether JAX runs without `jax.jit`.
         optimized: whether JAX compiles as users do, and not as fast as it can.
         before: inputs of a call of the same module before this one; None is no such call.
@@ -105,6 +107,7 @@ class RunSpec:
     mode: Mode = "eval"
     cotangents: Arrays | None = None
     tangents: Arrays | None = None
+    step: float = 0.0
     eager: bool = False
     optimized: bool = False
     before: Arrays | None = None

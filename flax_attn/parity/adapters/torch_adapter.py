@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -12,6 +11,7 @@ import numpy as np
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from flax_attn.convert.match import torch_tree
 from flax_attn.parity.adapters.adapter import (
     Arrays,
     Float32,
@@ -35,13 +35,15 @@ from flax_attn.parity.adapters.torch_tensors import (
     as_tensors,
     cast,
     copied,
+    copy_module,
+    move,
     multiply,
     round_stochastically,
 )
 from flax_attn.parity.training import TrainingSpec
 
 # The names of buffers that are loaded and stored like parameters.
-STATISTICS = ("running_mean", "running_var", "selection_bias")
+STATISTICS = (*torch_tree.STATISTICS, "selection_bias")
 
 
 class TorchAdapter(ModuleAdapter):
@@ -80,7 +82,7 @@ class TorchAdapter(ModuleAdapter):
                     f"{rule}; got {type(module).__name__}, which has no forward. Define forward in"
                     " its class, or pass torch_call="
                 )
-            self.module = copy.deepcopy(module).double()
+            self.module = copy_module(module).double()
             method = module.forward
         super().__init__(method, call, cached_call, positional)
 
@@ -170,6 +172,8 @@ class TorchAdapter(ModuleAdapter):
         if isinstance(module, torch.nn.Module):
             module = module.to(kind)
         inputs = cast(inputs, kind)
+        if spec.step:
+            move(self._parameters(module) | inputs, spec)
         if spec.cotangents is not None:
             for tensor in _floating(inputs).values():
                 tensor.requires_grad_(True)
@@ -207,7 +211,7 @@ class TorchAdapter(ModuleAdapter):
     def _gradients(self, module: Any, inputs: Tensors, outputs: Tensors, spec: RunSpec) -> Result:
         total = _total(outputs, self.arrays(spec.cotangents or {}, spec.dtype))
         leaves = self._trained(module) | _floating(inputs)
-        if spec.tangents is None:
+        if spec.tangents is None or spec.step:
             gradients = _differentiated(total, leaves)
             return Result(float64(outputs), float64(gradients), dtypes=dtypes(outputs))
         return Result({}, second=_second(total, leaves, spec.tangents))
@@ -262,7 +266,7 @@ class TorchAdapter(ModuleAdapter):
         if not isinstance(self.module, torch.nn.Module):
             return self.module
         # Each run has its own copy: it may change buffers, and is cast.
-        module = copy.deepcopy(self.module)
+        module = copy_module(self.module)
         module.train(spec.mode != "eval")
         if getattr(spec, "dtype", "float64") != "float64":
             for (path, name), value in self._attributes.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
@@ -10,6 +11,20 @@ import torch
 from flax_attn.parity.adapters.adapter import RunSpec, is_floating, rounding_factors
 
 Tensors = dict[str, torch.Tensor]
+
+
+def copy_module(module: torch.nn.Module) -> torch.nn.Module:
+    """Return a copy of a module, in which no tensor has a history.
+
+    PyTorch itself copies no tensor that has one, such as the weight that its older weight norm
+    keeps beside the parameters, and computes again in each call.
+    """
+    memo = {}
+    for part in module.modules():
+        for value in vars(part).values():
+            if isinstance(value, torch.Tensor) and not value.is_leaf:
+                memo[id(value)] = value.detach().clone()
+    return copy.deepcopy(module, memo)
 
 
 def as_tensors(arrays: Mapping[str, np.ndarray], dtype: str) -> Tensors:
@@ -34,6 +49,15 @@ def multiply(tensors: Iterable[torch.Tensor], factors: Callable) -> None:
         if tensor.is_floating_point():
             drawn = factors(tuple(tensor.shape))
             tensor.mul_(torch.from_numpy(drawn))
+
+
+@torch.no_grad()
+def move(tensors: Mapping[str, torch.Tensor], spec: RunSpec) -> None:
+    """Move tensors by some of their tangents, in place."""
+    tangents = spec.tangents or {}
+    for name in tensors.keys() & tangents:
+        step = torch.tensor(spec.step * tangents[name])
+        tensors[name].add_(step)
 
 
 def cast(inputs: Tensors, kind: torch.dtype) -> Tensors:

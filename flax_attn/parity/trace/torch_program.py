@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,6 +15,7 @@ from torch._decomp import get_decompositions
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
+from flax_attn.parity.adapters.torch_tensors import copy_module
 from flax_attn.parity.trace import torch_formulas, torch_names
 from flax_attn.parity.trace.program import Node, Place, Program, place_of
 from flax_attn.parity.trace.torch_formulas import COMPOSED, FORMULAS, Attention, as_numpy
@@ -259,4 +259,4 @@ def copied(module: Any) -> Any:
     """Return a copy of a module in eval mode, all of whose parameters take part in autograd."""
     if not isinstance(module, torch.nn.Module):
         return module
-    return copy.deepcopy(module).eval().requires_grad_(True)
+    return copy_module(module).eval().requires_grad_(True)
