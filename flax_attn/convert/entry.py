@@ -256,13 +256,25 @@ class Entry:
         # einops refuses sizes of axes that the pattern does not have.
         known = re.findall(r"\w+", left)
         sizes = {axis: size for axis, size in self.axes.items() if axis in known}
+        given = array if back else self._flip(array)
         try:
-            return rearrange(array, pattern, **sizes | _named(left, shape))
+            arranged = rearrange(given, pattern, **sizes | _named(left, shape))
         except EinopsError as error:
             raise ConversionError(
                 f"{', '.join(self.ours)} of shape {array.shape} does not read as {left!r}. "
                 "Of stacked layers convert one at a time; for other modules write a Layout"
             ) from error
+        return self._flip(arranged) if back else arranged
+
+    def _flip(self, array: Any) -> Any:
+        """Return a parameter of ours with the flipped axes of the rule from the other end."""
+        if not self.rule.flipped:
+            return array
+        left = self._sides[0]
+        # Behind an ellipsis an axis is counted from the end.
+        before = len(left) if "..." in left else 0
+        places = tuple(left.index(axis) - before for axis in self.rule.flipped)
+        return namespace(array).flip(array, axis=places)
 
 
 def stored_names(theirs: str, shape: Shape, names: Sequence[str] = ()) -> list[str]:

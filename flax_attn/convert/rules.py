@@ -48,11 +48,13 @@ class Rule:
         groups: number of groups along the axis, such as heads, each with its share of every part.
         sizes: axes of the pattern with their sizes, such as `(("p", 4),)`, where the shape of a
             parameter does not give them.
+        flipped: axes of the pattern that the entry has from the other end, as PyTorch's transposed
+            convolutions have those of the kernel.
 
     Raises:
         ConversionError: if `ours` is no tuple of names, the pattern has not two sides, a
-            placeholder is in one name and not in another, or twice in one, or `names` do not fit
-            the rest.
+            placeholder is in one name and not in another, or twice in one, or `names` or `flipped`
+            do not fit the rest.
     """
 
     ours: tuple[str, ...]
@@ -66,6 +68,7 @@ class Rule:
     shares: tuple[int, ...] = ()
     groups: int = 1
     sizes: tuple[tuple[str, int], ...] = ()
+    flipped: tuple[str, ...] = ()
 
     def __post_init__(self):
         # A name alone would be read letter by letter.
@@ -85,6 +88,7 @@ class Rule:
             )
         self._check_placeholders()
         self._check_names()
+        self._check_flipped()
 
     def __repr__(self) -> str:
         """Return the call that makes it, with the pattern by position."""
@@ -92,6 +96,12 @@ class Rule:
         shown = [repr(value) for value in by_position if value]
         shown += [f"{name}={value!r}" for name, value in self._options().items()]
         return f"Rule({', '.join(shown)})"
+
+    @property
+    def change(self) -> str:
+        """The pattern, and the axes that are flipped; empty where the array stays as it is."""
+        axes = " and ".join(self.flipped)
+        return f"{self.pattern}, {axes} flipped" if axes else self.pattern
 
     def _options(self) -> dict[str, Any]:
         """Return the arguments behind the pattern that are not left as they are by default."""
@@ -110,6 +120,15 @@ class Rule:
             raise ConversionError(
                 "a rule can be read both ways if each of its names has the same placeholders, each"
                 f" once; got {ours} and {self.theirs}"
+            )
+
+    def _check_flipped(self) -> None:
+        left = self.pattern.partition(" -> ")[0].split()
+        unknown = [axis for axis in self.flipped if axis not in left]
+        if unknown or isinstance(self.flipped, str):
+            raise ConversionError(
+                "flipped axes are a tuple of axes on the left side of the pattern; got"
+                f" {self.flipped!r} for {self.pattern!r}"
             )
 
     def _check_names(self) -> None:

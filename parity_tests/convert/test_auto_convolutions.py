@@ -115,11 +115,12 @@ def test_resnet_with_running_statistics(rig):
 
 
 @pytest.mark.parametrize("rank", [1, 2, 3])
-def test_transposed_convolutions(rig, rank):
+@pytest.mark.parametrize("transpose_kernel", [True, False])
+def test_transposed_convolutions(rig, rank, transpose_kernel):
     size = (2, 3, 4)[:rank]
     kind = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)[rank - 1]
-    options = {"padding": "VALID", "rngs": R, **F64}
-    ours = nnx.ConvTranspose(3, 5, size, strides=2, transpose_kernel=True, **options)
+    options = {"padding": "VALID", "transpose_kernel": transpose_kernel, "rngs": R, **F64}
+    ours = nnx.ConvTranspose(3, 5, size, strides=2, **options)
     theirs = rig.theirs(kind(3, 5, size, stride=2))
     convert.load_state_dict(ours, theirs.state_dict(), convert.auto(ours, theirs))
     x = rig.normal(2, 3, *(4, 5, 6)[:rank])
@@ -127,10 +128,10 @@ def test_transposed_convolutions(rig, rank):
         np.moveaxis(np.asarray(ours(jnp.asarray(np.moveaxis(x, 1, -1)))), -1, 1),
         theirs(torch.from_numpy(x)),
     )
-    with pytest.raises(
-        convert.ConversionError, match="kernel is flipped: build it with transpose_kernel=True"
-    ):
-        convert.auto(nnx.ConvTranspose(3, 5, size, strides=2, **options), theirs)
+    # What is not transposed has its axes of space from the other end.
+    assert ("flipped" in str(convert.auto(ours, theirs))) is not transpose_kernel
+    stored = convert.state_dict(ours, layout=convert.auto(ours, theirs))
+    assert all((stored[name] == value.numpy()).all() for name, value in theirs.state_dict().items())
 
 
 class Mixer(nnx.Module):

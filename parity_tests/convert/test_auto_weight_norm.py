@@ -1,5 +1,6 @@
 """`convert.auto` pairs what PyTorch computes weights from: by weight norm, or spectral norm."""
 
+import re
 import warnings
 
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ from torch.nn.utils import parametrizations
 
 from flax_attn import convert
 from flax_attn.convert import ConversionError
+from flax_attn.convert.match.auto import possible_pairings
 from parity_tests.convert.modules import Flax, Torch
 
 R = nnx.Rngs(0)
@@ -76,19 +78,23 @@ def test_equal_layers_under_weight_norm():
         assert found[f"{name}.{V}"] == (f"{name}.v", "s0 i o -> o i s0")
 
 
-def test_a_transposed_convolution_of_ones_own_has_inputs_first():
-    ours = Flax(up=own(kernel=(4, 3, 5), bias=(5,)))
+def test_whether_a_transposed_kernel_of_ones_own_is_flipped_is_not_guessed():
     theirs = Torch(up=nn.ConvTranspose1d(3, 5, 4))
-    assert partners(ours, theirs)["up.weight"] == ("up.kernel", "s0 i o -> i o s0")
-    other = Flax(up=own(kernel=(4, 5, 3), bias=(5,)))
-    assert partners(other, theirs)["up.weight"] == ("up.kernel", "s0 o i -> i o s0")
-
-
-def test_a_flipped_kernel_of_flax_is_no_weight_of_ones_own():
-    ours = Flax(up=nnx.ConvTranspose(3, 5, (4,), rngs=R))
-    theirs = Torch(up=Torch(weight=nn.ConvTranspose1d(3, 5, 4).weight, bias=nn.Linear(3, 5).bias))
-    with pytest.raises(ConversionError, match=r"no partner for flax up\.kernel"):
+    ours = Flax(up=own(kernel=(4, 3, 5), bias=(5,)))
+    expected = (
+        "flax up.kernel (4, 3, 5) may be torch up.weight (3, 5, 4) by s0 i o -> i o s0. Whether its"
+        " kernel is flipped is not known"
+    )
+    with pytest.raises(ConversionError, match=re.escape(expected)):
         convert.auto(ours, theirs)
+    outputs_first = Flax(up=own(kernel=(4, 5, 3), bias=(5,)))
+    for module, pattern in ((ours, "s0 i o -> i o s0"), (outputs_first, "s0 o i -> i o s0")):
+        rows = [row for one in possible_pairings(module, theirs) for row in one.rows]
+        rules = [row.rule for row in rows if row.theirs == "up.weight"]
+        assert [(rule.pattern, rule.flipped) for rule in rules] == [
+            (pattern, ()),
+            (pattern, ("s0",)),
+        ]
 
 
 def test_the_vectors_of_spectral_norm_are_running_statistics():

@@ -1,5 +1,6 @@
 """The engine: names with placeholders, sizes read off shapes, one entry for one rule."""
 
+import re
 from dataclasses import replace
 
 import jax.numpy as jnp
@@ -119,6 +120,39 @@ def test_sizes_are_read_off_the_shape(pattern, ours, theirs):
     array = RANDOM.normal(size=ours)
     assert entry.shape == entry.join({"a.w": array}).shape == theirs
     assert (entry.split(entry.join({"a.w": array}))["a.w"] == array).all()
+
+
+@pytest.mark.parametrize(
+    ("pattern", "shape", "flipped", "expected"),
+    [
+        ("s0 i o -> i o s0", (4, 3, 5), ("s0",), lambda x: x[::-1].transpose(1, 2, 0)),
+        ("a b i -> i (a b)", (2, 4, 3), ("a", "b"), lambda x: x[::-1, ::-1].reshape(8, 3).T),
+        ("... a b -> b ... a", (2, 4, 3), ("a",), lambda x: x[:, ::-1].transpose(2, 0, 1)),
+        (
+            "a ... b -> b ... a",
+            (2, 4, 3),
+            ("a", "b"),
+            lambda x: x[::-1, :, ::-1].transpose(2, 1, 0),
+        ),
+    ],
+)
+def test_an_axis_may_be_flipped(pattern, shape, flipped, expected):
+    rule = Rule(("w",), "v", pattern, flipped=flipped)
+    (entry,) = plan({"a.w": shape}, Layout((rule,)))
+    array = RANDOM.normal(size=shape)
+    joined = entry.join({"a.w": array})
+    assert (joined == expected(array)).all()
+    assert (entry.split(joined)["a.w"] == array).all()
+
+
+@pytest.mark.usefixtures("no_shape_checks")
+@pytest.mark.parametrize(
+    ("pattern", "flipped"), [("", ("i",)), ("i o -> o i", ("p",)), ("i o -> o i", "i")]
+)
+def test_flipped_axes_are_those_of_the_pattern(pattern, flipped):
+    message = f"a tuple of axes on the left side of the pattern; got {flipped!r} for {pattern!r}"
+    with pytest.raises(ConversionError, match=re.escape(message)):
+        Rule(("w",), "v", pattern, flipped=flipped)
 
 
 def test_each_part_has_its_own_sizes():

@@ -333,7 +333,8 @@ def _row(pairs: Sequence[_PairedPart]) -> PairedTensor:
         raise ConversionError(f"{listed} lie differently and make one tensor, {tensor.name}")
     # What PyTorch packs in one tensor is joined along the axis of its pieces.
     axis = first.theirs.axis
-    rule = Rule(names, tensor.name, first.pattern, axis)
+    flipped = first.ours.flipped
+    rule = Rule(names, tensor.name, first.pattern, axis, flipped=flipped)
     return PairedTensor(
         kind=first.kind,
         rule=rule,

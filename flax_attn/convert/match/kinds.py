@@ -19,11 +19,13 @@ class Kind(NamedTuple):
         name: name of the kind, the same in all frameworks.
         roles: role and axes of each attribute.
         merged: axes of the layer that consist of several axes of the parameter.
+        is_flipped: whether PyTorch has the axes of space from the other end.
     """
 
     name: str
     roles: Mapping[str, tuple[str, str]]
     merged: Mapping[str, str] = {}
+    is_flipped: bool = False
 
 
 def _norm(name: str, weight: str = "weight", bias: str = "bias", *statistics: str) -> Kind:
@@ -96,11 +98,11 @@ def _contraction(kernel: list[str], inputs: list[str], outputs: list[str]) -> Ki
     return Kind("Linear", {"kernel": ("weight", weight), "bias": ("bias", bias)}, merged)
 
 
-def _conv_transpose(module: Any) -> Kind | None:
-    """Return the kind of a transposed convolution; None if its kernel would have to be flipped."""
-    if not module.transpose_kernel:
-        return None
-    return Kind("ConvTranspose", {"kernel": ("weight", "... o i"), "bias": ("bias", "o")})
+def _conv_transpose(module: Any) -> Kind:
+    """Return the kind of a transposed convolution."""
+    axes = "... o i" if module.transpose_kernel else "... i o"
+    roles = {"kernel": ("weight", axes), "bias": ("bias", "o")}
+    return Kind("ConvTranspose", roles, is_flipped=not module.transpose_kernel)
 
 
 # By package and class; a subclass is of the kind of its base.
@@ -144,7 +146,7 @@ KINDS: dict[tuple[str, str], Kind | Callable[[Any], Kind | None]] = {
 # Layers of a framework whose parameters are pieced together in a way that no table above says.
 UNKNOWN = {
     ("torch", "RNNBase"), ("torch", "RNNCellBase"), ("torch", "Bilinear"),
-    ("flax", "LinearGeneral"), ("flax", "Einsum"), ("flax", "ConvTranspose"),
+    ("flax", "LinearGeneral"), ("flax", "Einsum"),
     ("equinox", "ConvTranspose"), ("equinox", "GRUCell"), ("equinox", "LSTMCell"),
 }  # fmt: skip
 _SCALES, _SHIFTS = {"scale", "weight", "gamma"}, {"bias", "shift", "beta"}
@@ -315,7 +317,8 @@ def _part(tensor: Tensor, axes: str, kind: Kind) -> TensorPart | None:
     if others < 0 or (others > 0 and "..." not in axes):
         return None
     merged = {axis: names for axis, names in kind.merged.items() if _names(names) <= set(fixed)}
-    return TensorPart(tensor, _axes(axes, others), merged)
+    flipped = tuple(_places(others)) if kind.is_flipped and "..." in axes else ()
+    return TensorPart(tensor, _axes(axes, others), merged, flipped=flipped)
 
 
 def _fixed(axes: str) -> list[str]:
@@ -331,8 +334,12 @@ def _axes(axes: str, others: int) -> str:
     """Return the axes of a parameter with a name for each of those that `...` stands for."""
     # Equinox gives the bias of a convolution an axis of size 1 for each axis of space.
     ones = axes.replace("1...", " ".join("1" * others))
-    written = ones.replace("...", " ".join(f"s{n}" for n in range(others)))
+    written = ones.replace("...", " ".join(_places(others)))
     return " ".join(written.split())
+
+
+def _places(count: int) -> list[str]:
+    return _numbered("s", count)
 
 
 def _singles(tensors: Mapping[str, Tensor], path: tuple[str, ...], kind: str) -> list[Layer]:

@@ -25,6 +25,7 @@ from flax_attn.convert.match.patterns import (
     fitting_to_join,
     of_list,
     of_parts,
+    places_of,
     sizes_of_patches,
 )
 from flax_attn.convert.match.tree import (
@@ -60,10 +61,12 @@ class Choice(NamedTuple):
 
     Args:
         pattern: which of the patterns that fit.
+        is_flipped: whether kernels are flipped that may be.
         orders: the order of several in one, by what these are called.
     """
 
     pattern: int = 0
+    is_flipped: bool = False
     orders: Mapping[str, Order] = {}
 
     def pattern_of(self, patterns: Sequence[str]) -> str:
@@ -100,12 +103,21 @@ class _Pair(NamedTuple):
 
     def _row(self, choice: Choice, evidence: Evidence) -> PairedTensor:
         rule = self._rule(choice.pattern_of(self.patterns), choice.order_of(self.fused))
+        if choice.is_flipped and self.may_be_flipped:
+            rule = replace(rule, flipped=places_of(rule.pattern))
         return _row(self.ours, self.theirs, rule, evidence)
 
     @property
     def fused(self) -> str:
         """What one side holds in one tensor and the other in several, such as "qkv"."""
         return self.ours.fused or self.theirs.fused
+
+    @property
+    def may_be_flipped(self) -> bool:
+        """Whether the axes of space may be from the other end: of transposed convolutions."""
+        # A layer of Flax says whether it is.
+        kinds = self.ours.kind, self.theirs.kind
+        return kinds == (PARAMETER, "ConvTranspose") and len(self.theirs.shape) > 2
 
     @property
     def orders(self) -> list[Order]:
@@ -155,6 +167,8 @@ class _Pair(NamedTuple):
             return f". In which order is not known; one after the other: {self._usual_rule}"
         if len(self.patterns) > 1:
             return f" by {' or '.join(pattern or 'as it is' for pattern in self.patterns)}"
+        if self.may_be_flipped:
+            return f" by {self.patterns[0]}. Whether its kernel is flipped is not known"
         is_told = self.evidence != "shape" or self._share_words()
         return "" if is_told else ", but their names have no word in common"
 
@@ -221,11 +235,13 @@ class LeftOver:
 def _choices(pairs: Sequence[_Pair]) -> Iterator[Choice]:
     """Yield every choice for some pairs; those of the same kind are taken alike."""
     most = max((len(pair.patterns) for pair in pairs), default=1)
+    may_be_flipped = any(pair.may_be_flipped for pair in pairs)
+    flips = (False, True) if may_be_flipped else (False,)
     orders = _orders(pairs)
     for taken in product(*orders.values()):
         by_name = dict(zip(orders, taken, strict=True))
-        for pattern in range(most):
-            yield Choice(pattern, by_name)
+        for pattern, is_flipped in product(range(most), flips):
+            yield Choice(pattern, is_flipped, by_name)
 
 
 def _orders(pairs: Sequence[_Pair]) -> dict[str, dict[Order, None]]:
@@ -264,19 +280,11 @@ def _key(layer: Layer) -> str:
 
 def _tensors(layers: Iterable[Layer]) -> dict[Tensor, str]:
     """Return the tensors of some layers, each with the kind of its layer."""
-    plain = filter(_is_plain, layers)
+    plain = [layer for layer in layers if layer.kind.removeprefix(STACKED) in _PLAIN]
     parts = [(part, layer.kind) for layer in plain for part in layer.parts.values()]
     pieces = Counter(part.tensor for part, _ in parts)
     # Of a tensor that is in pieces, all are left over or none.
     return {part.tensor: kind for part, kind in parts if pieces[part.tensor] == part.pieces}
-
-
-def _is_plain(layer: Layer) -> bool:
-    """Whether a layer holds one weight, in an order of axes that is known or the user's own."""
-    kind = layer.kind.removeprefix(STACKED)
-    # Of a layer whose axes are not known, such as a flipped kernel, each tensor is a value.
-    is_unknown = layer.kind == "ConvTranspose" and "value" in layer.parts
-    return kind in _PLAIN and not is_unknown
 
 
 def _patterns(ours: Item, theirs: Item) -> list[str]:

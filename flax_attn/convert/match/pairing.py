@@ -61,7 +61,7 @@ class PairedTensor:
             str(self.shape),
             names,
             shapes,
-            self.pattern or "same",
+            self.rule.change or "same",
             self.evidence,
         ]
 

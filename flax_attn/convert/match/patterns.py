@@ -66,6 +66,17 @@ def _ways_to_transposed(rank: int) -> Iterator[str]:
     yield f"{' '.join([*places, o, i])} -> {' '.join([i, o, *places])}"
 
 
+def places_of(pattern: str) -> tuple[str, ...]:
+    """Return the axes of space of a pattern for a kernel.
+
+    Example:
+        >>> places_of("s0 s1 i o -> i o s0 s1")
+        ('s0', 's1')
+    """
+    left = pattern.partition(" -> ")[0]
+    return tuple(axis for axis in axes_of_side(left) if axis not in ("i", "o"))
+
+
 def fitting_of_several(shape: Shape, wanted: Shape, is_kernel: bool, count: int) -> list[str]:
     """Return the patterns from a parameter that holds so many to these, joined along an axis."""
     counted = [pattern for pattern in _COUNTED if shape_after(pattern, shape) == wanted]

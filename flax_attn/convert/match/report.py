@@ -108,8 +108,6 @@ def _hint(layer: Layer, others: Sequence[Layer]) -> str:
         return ". In which order it holds query, key and value is not known"
     if layer.kind in RECURRENT:
         return ". In which order yours holds the gates is not known: keep this name and shape"
-    if layer.kind == "ConvTranspose" and "value" in layer.parts:
-        return ". PyTorch's kernel is flipped: build it with transpose_kernel=True"
     near = [other for other in others if key_of(other.path) == key_of(layer.path)]
     return f"; by name {_text(near[0])}" if near else ""
 

@@ -57,6 +57,7 @@ class TensorPart:
         piece: index of the part among `pieces` equal pieces of the tensor, along `axis`.
         pieces: number of pieces.
         axis: axis along which the tensor is cut.
+        flipped: axes that PyTorch has from the other end.
     """
 
     tensor: Tensor
@@ -65,6 +66,7 @@ class TensorPart:
     piece: int = 0
     pieces: int = 1
     axis: int = 0
+    flipped: tuple[str, ...] = ()
 
     @property
     def shape(self) -> Shape:

@@ -290,7 +290,7 @@ def _rules(entries: Sequence[Entry]) -> Iterator[dict[str, Any]]:
 def _rule(fields: Mapping[str, Any]) -> Rule:
     """Return a rule from its fields, as `_rules` yields them; JSON has made lists of tuples."""
     values: dict[str, Any] = dict(fields)
-    for name in ("ours", "names", "shares"):
+    for name in ("ours", "names", "shares", "flipped"):
         values[name] = tuple(fields[name])
     values["sizes"] = tuple(map(tuple, fields["sizes"]))
     return Rule(**values)

@@ -126,6 +126,10 @@ class TorchAdapter(ModuleAdapter):
                 array = np.asarray(weights[name], order="C")
                 tensor.copy_(torch.from_numpy(array))
 
+    def copied_module(self) -> Any:
+        """Return a copy of the module, for a run of its own."""
+        return copy_module(self.module)
+
     @property
     def constants(self) -> list[np.ndarray]:
         """What the module holds beside parameters and running statistics."""
@@ -266,7 +270,7 @@ class TorchAdapter(ModuleAdapter):
         if not isinstance(self.module, torch.nn.Module):
             return self.module
         # Each run has its own copy: it may change buffers, and is cast.
-        module = copy_module(self.module)
+        module = self.copied_module()
         module.train(spec.mode != "eval")
         if getattr(spec, "dtype", "float64") != "float64":
             for (path, name), value in self._attributes.items():

@@ -111,5 +111,5 @@ def _entry(entry: Entry) -> dict[str, Any]:
         "torch": entry.theirs,
         "shapes": [list(shape) for shape in entry.shapes],
         "shape": list(entry.shape),
-        "pattern": entry.rule.pattern or "unchanged",
+        "pattern": entry.rule.change or "unchanged",
     }

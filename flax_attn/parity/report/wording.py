@@ -117,4 +117,4 @@ def missing(check: Check) -> str:
 
 def change(entry: Entry) -> str:
     """Return how parameters of Flax become that of PyTorch."""
-    return entry.rule.pattern or "unchanged"
+    return entry.rule.change or "unchanged"

@@ -17,7 +17,6 @@ from flax_attn.parity import tolerance
 from flax_attn.parity.adapters.adapter import float64
 from flax_attn.parity.adapters.jax_adapter import JaxAdapter
 from flax_attn.parity.adapters.recording import RecordingAdapter
-from flax_attn.parity.adapters.torch_tensors import copy_module
 from flax_attn.parity.pair import Pair
 from flax_attn.parity.trace.pairing import pair_paths
 from flax_attn.parity.trace.scopes import submodules
@@ -75,7 +74,7 @@ class _Measured(NamedTuple):
 
 def _measured(pair: Pair, adapter: Any, wanted: Iterable[str]) -> dict[str, _Measured]:
     """Return what each norm gives for the floating inputs of its first call, with the offset."""
-    module = copy_module(adapter.module).eval()
+    module = adapter.copied_module().eval()
     found: dict[str, _Measured] = {}
 
     def measure(name: str, norm: Any, args: tuple, kwargs: dict) -> None:
