@@ -1,5 +1,6 @@
 """`compare` of transposed convolutions, whose kernel may lie from either end."""
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
@@ -57,4 +58,10 @@ class Layer(nnx.Module):
 
 def test_a_layer_of_flax_that_is_built_without_transpose_kernel():
     report = compare(Layer(), nn.Sequential(theirs()), INPUTS, checks=CHECKS)
+    assert report.passed, report.explain()
+
+
+def test_a_layer_of_equinox():
+    ours = eqx.nn.ConvTranspose1d(5, 6, 4, stride=2, padding=1, key=jax.random.key(0))
+    report = compare(eqx.filter_vmap(ours), theirs(), INPUTS, checks=CHECKS)
     assert report.passed, report.explain()

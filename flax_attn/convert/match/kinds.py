@@ -137,6 +137,11 @@ KINDS: dict[tuple[str, str], Kind | Callable[[Any], Kind | None]] = {
     ("equinox", "Conv"): Kind(
         "Conv", {"weight": ("weight", "o i ..."), "bias": ("bias", "o 1...")}
     ),
+    ("equinox", "ConvTranspose"): Kind(
+        "ConvTranspose",
+        {"weight": ("weight", "o i ..."), "bias": ("bias", "o 1...")},
+        is_flipped=True,
+    ),
     ("equinox", "Embedding"): Kind("Embedding", _EMBEDDING),
     ("equinox", "LayerNorm"): _norm("LayerNorm"),
     ("equinox", "RMSNorm"): _norm("RMSNorm"),
@@ -147,7 +152,7 @@ KINDS: dict[tuple[str, str], Kind | Callable[[Any], Kind | None]] = {
 UNKNOWN = {
     ("torch", "RNNBase"), ("torch", "RNNCellBase"), ("torch", "Bilinear"),
     ("flax", "LinearGeneral"), ("flax", "Einsum"),
-    ("equinox", "ConvTranspose"), ("equinox", "GRUCell"), ("equinox", "LSTMCell"),
+    ("equinox", "GRUCell"), ("equinox", "LSTMCell"),
 }  # fmt: skip
 _SCALES, _SHIFTS = {"scale", "weight", "gamma"}, {"bias", "shift", "beta"}
 
@@ -317,7 +322,8 @@ def _part(tensor: Tensor, axes: str, kind: Kind) -> TensorPart | None:
     if others < 0 or (others > 0 and "..." not in axes):
         return None
     merged = {axis: names for axis, names in kind.merged.items() if _names(names) <= set(fixed)}
-    flipped = tuple(_places(others)) if kind.is_flipped and "..." in axes else ()
+    is_flipped = kind.is_flipped and "..." in axes.split()
+    flipped = tuple(_places(others)) if is_flipped else ()
     return TensorPart(tensor, _axes(axes, others), merged, flipped=flipped)
 
 
