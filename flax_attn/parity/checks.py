@@ -30,7 +30,6 @@ from flax_attn.parity.float64_checks import (
     eager,
     forward,
     gradients,
-    second,
     shapes,
     training,
     unbatched,
@@ -44,6 +43,7 @@ from flax_attn.parity.pair import LOWER, Pair
 from flax_attn.parity.precision import precision
 from flax_attn.parity.repeated_calls import twice
 from flax_attn.parity.running_statistics import running_statistics
+from flax_attn.parity.second_derivatives import second
 from flax_attn.parity.stress import STRESS_INPUTS, stress
 
 #: The checks of a comparison by name, in the order in which they run.

@@ -94,7 +94,7 @@ def _low(result: Result) -> str:
 
 def gradients(pair: Pair) -> Check:
     """Compare float64 gradients of shared parameters and floating inputs for random cotangents."""
-    _check_numbers(pair, pair.cotangents)
+    check_numbers(pair, pair.cotangents)
     ours, theirs = pair.both(pair.float64)
     reference = pair.shared(theirs.gradients)
     if not reference:
@@ -110,7 +110,7 @@ def gradients(pair: Pair) -> Check:
     return worst_of("gradients", errors, tolerance.GRADIENT, "; ".join(notes), **arrays)
 
 
-def _check_numbers(pair: Pair, names: Iterable[str]) -> None:
+def check_numbers(pair: Pair, names: Iterable[str]) -> None:
     """Raise where what is differentiated holds no number: all gradients of nothing are 0."""
     if not any_finite({name: pair.plain.outputs[name] for name in names}):
         raise NothingCompared(NOTHING)
@@ -130,56 +130,6 @@ def _rounding(nonzero: Mapping[str, np.ndarray]) -> Iterator[str]:
             yield name
         elif not mask.all():
             yield f"{(~mask).sum()} of {mask.size} elements of {name}"
-
-
-def second(pair: Pair) -> Check:
-    """Derivative of the gradients along a random direction, in float64."""
-    _check_numbers(pair, pair.cotangents)
-    if not pair.tangents:
-        raise NotRun("no parameter is shared and no input is floating")
-    spec = pair.second
-    try:
-        theirs = pair.run("torch", spec)
-    except AdapterError as error:
-        raise NotRun(f"PyTorch, the reference, gives no second derivative: {error}") from None
-    ours = pair.run("flax", spec)
-    reference = pair.shared(theirs.second)
-    errors = tolerance.gradient_errors(ours.second, reference)
-    check = worst_of("second", errors, tolerance.SECOND, flax=ours.second, torch=reference)
-    failing = {name for name, error in errors.items() if not error <= tolerance.SECOND}
-    if not failing or pair.own_torch is None:
-        return check
-    return _by_differences(pair, failing, ours.second, reference) or check
-
-
-def _by_differences(pair: Pair, failing: set[str], ours: Arrays, theirs: Arrays) -> Check | None:
-    """Compare second derivatives with differences of PyTorch's gradients.
-
-    None unless PyTorch's own are what is wrong, as those of its fused weight norm are.
-    """
-    measured = _differences(pair)
-    largest = tolerance.largest_of(measured)
-    of_torch = tolerance.relative(theirs, measured, largest)
-    wrong = {name for name, error in of_torch.items() if error > tolerance.DIFFERENCES}
-    if not failing <= wrong:
-        return None
-    errors = tolerance.relative(ours, {name: measured[name] for name in failing}, largest)
-    note = (
-        f"PyTorch's own derivatives of its gradients of {', '.join(sorted(failing))} are wrong:"
-        " those of JAX are compared with differences of PyTorch's gradients"
-    )
-    check = worst_of("second", errors, tolerance.DIFFERENCES, note, flax=ours, torch=measured)
-    return check if check.passed else None
-
-
-def _differences(pair: Pair) -> Arrays:
-    """Return how PyTorch's gradients change along the tangents, by two of each."""
-    assert pair.own_torch is not None
-    step = tolerance.STEP
-    before = pair.own_torch.run(replace(pair.second, step=-step)).gradients
-    after = pair.own_torch.run(replace(pair.second, step=step)).gradients
-    found = {name: (after[name] - before[name]) / (2 * step) for name in after}
-    return pair.shared(found)
 
 
 def eager(pair: Pair) -> Check:
@@ -240,7 +190,7 @@ def training(pair: Pair) -> Check:
     _check_shared(pair)
     if not pair.trainable:
         raise NotRun("no parameter is trained")
-    _check_numbers(pair, pair.cotangents)
+    check_numbers(pair, pair.cotangents)
     # In the mode that is trained in: batch statistics take all effect from a bias before them.
     spec = pair.training() if pair.takes("dropout_key") else pair.float64
     ours, theirs = pair.both(spec)

@@ -72,11 +72,11 @@ def _without_failed(
 ) -> Iterator[Check]:
     """Yield checks, where those that fail have something else instead; one of them says why."""
     failed = [check.name for check in checks if check.failed]
-    sentence = f"{', '.join(failed)}: {reason}"
+    names = ", ".join(failed)
+    untested = (f"{names}: {reason}",)
     for check in checks:
         if not check.failed:
             yield check
             continue
-        is_first = check.name == failed[0]
-        untested = (sentence,) if is_first else ()
         yield replace(check, **instead, untested=untested)
+        untested = ()
