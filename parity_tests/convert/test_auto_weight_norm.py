@@ -126,3 +126,9 @@ def test_axes_of_size_one_do_not_count(shape, wanted):
     found = convert.auto(ours, theirs)
     stored = convert.state_dict(ours, layout=found)
     assert stored["a.gate"].shape == wanted
+
+
+def test_a_module_of_ones_own_may_be_named_parametrizations():
+    ours = Flax(parametrizations=nnx.List([nnx.Linear(3, 5, rngs=R)]))
+    theirs = Torch(parametrizations=nn.ModuleList([nn.Linear(3, 5)]))
+    assert partners(ours, theirs)["parametrizations.0.weight"][0] == "parametrizations.0.kernel"

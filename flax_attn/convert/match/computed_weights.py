@@ -39,14 +39,18 @@ def role_of(name: str) -> str:
 
 def weight_functions(module: Any) -> Iterator[tuple[str, Any]]:
     """Yield the name of each module inside that computes a weight by a known function, and it."""
-    functions = module._modules.get("parametrizations", {})
-    for name in functions:
-        computes = functions[name]
-        if ("torch", "ParametrizationList") in class_names(computes) and _is_known(computes):
-            yield f"parametrizations.{name}", computes
+    inside = dict(module.named_children()).get("parametrizations")
+    if inside is None:
+        return
+    for name, functions in inside.named_children():
+        if _is_known(functions):
+            yield f"parametrizations.{name}", functions
 
 
 def _is_known(functions: Any) -> bool:
     """Whether it is known what a weight is computed from: of several tensors by weight norm."""
+    # A module of the user's own may have this name as well.
+    if ("torch", "ParametrizationList") not in class_names(functions):
+        return False
     is_weight_norm = ("torch", "_WeightNorm") in class_names(functions[0])
     return is_weight_norm or "original" in functions._parameters
