@@ -14,7 +14,7 @@ _OF_ITS_SHAPE = {"weight_v", "weight_orig"}
 
 
 def in_older_names(name: str) -> str:
-    """Return a name, of what a weight is computed from that in PyTorch's older functions.
+    """Return a name, as PyTorch's older functions have it for what a weight is computed from.
 
     Example:
         >>> in_older_names("up.parametrizations.weight.original0"), in_older_names("up.bias")
