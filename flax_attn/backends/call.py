@@ -23,7 +23,7 @@ from attn_spec.attention_checks import (
     check_soft_cap,
 )
 from attn_spec.checks import check_type
-from flax_attn.backends.platform import platform_of, transposes_heads
+from flax_attn.backends.platform import platform_of
 from flax_attn.functional.abstract import check_has_values
 from flax_attn.functional.dropout import KeyedDropout
 from flax_attn.functional.dtypes import accumulation_dtype
@@ -85,8 +85,6 @@ class Call:
         precision: precision of the matrix products.
         platform: platform that the call runs on, `"cpu"`, `"gpu"` or `"tpu"`.
         score: function of scores, traced, or None.
-        heads_first: whether keys and values are transposed arrays `(b, k, s, h)`, as those of a
-            cache are. The result is the same; a backend may read either order without a copy.
 
     Attributes:
         axes: names for the axes of each array, by which a mesh splits them: `"batch"`, `"heads"`,
@@ -106,7 +104,6 @@ class Call:
     precision: jax.lax.PrecisionLike = field(metadata=_STATIC)
     platform: str = field(metadata=_STATIC)
     score: TracedScore | None = None
-    heads_first: bool = field(default=False, metadata=_STATIC)
 
     axes: ClassVar[dict[str, tuple[str | None, ...]]] = {
         "query": ("batch", "queries", "heads", None),
@@ -155,7 +152,7 @@ class Call:
 
 
 # Every call has these, and every backend takes them; all others are options.
-_IN_EVERY_CALL = {"query", "key", "value", "mask", "scale", "platform", "heads_first"}
+_IN_EVERY_CALL = {"query", "key", "value", "mask", "scale", "platform"}
 ARRAY_SCALE = "array scale"
 OPTIONS = *(one.name for one in fields(Call) if one.name not in _IN_EVERY_CALL), ARRAY_SCALE
 _ARRAYS = tuple(one.name for one in fields(Call) if not one.metadata)
@@ -217,7 +214,6 @@ def prepare(
     check_precision(precision)
     check_type("dropout", dropout, KeyedDropout | None, "dropout=KeyedDropout(0.1, key)")
     platform = platform_of(query) if platform is None else platform
-    heads_first = transposes_heads(key) and transposes_heads(value)
     if query.ndim == 3:
         query, key, value = query[None], key[None], value[None]
     b, t, n, h = query.shape
@@ -240,7 +236,6 @@ def prepare(
         dropout=None if dropout is None or dropout.rate == 0 else dropout,
         precision=precision,
         platform=platform,
-        heads_first=heads_first,
     )
 
 

@@ -127,26 +127,6 @@ def _platform_in_use() -> str:
     return getattr(default, "platform", default) or jax.default_backend()
 
 
-def transposes_heads(x: Any) -> bool:
-    """Return whether `x (..., s, k, h)` is a transposed `(..., k, s, h)` in the traced program.
-
-    JAX does not promise that a traced array knows the operation that gave it. Of any other array,
-    an argument of the program among them, the answer is no.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> found = []
-        >>> program = jax.jit(lambda x: found.append(transposes_heads(x.swapaxes(1, 2))))
-        >>> program(jnp.ones((1, 2, 3, 4))), found
-        (None, [True])
-    """
-    operation = getattr(x, "parent", None)
-    if operation is None or operation.primitive is not jax.lax.transpose_p:
-        return False
-    *others, tokens, heads, width = range(x.ndim)
-    return operation.params["permutation"] == (*others, heads, tokens, width)
-
-
 def may_be_partitioned() -> bool:
     """Return whether XLA may divide the computation among devices.
 

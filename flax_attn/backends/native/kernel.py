@@ -130,8 +130,14 @@ def _call(name: str, shapes: Any, call: Call, *others: Array, **how: bool) -> An
     # What lies before the last axes may be split over devices; XLA reads the number of such axes
     # from here.
     with set_xla_metadata(num_batch_dims="1"):
-        how["heads_first"] = call.heads_first
-        return function(*operands, *others, *dense, **numbers, **how)
+        heads_first = _heads_first(call)
+        return function(*operands, *others, *dense, **numbers, heads_first=heads_first, **how)
+
+
+def _heads_first(call: Call) -> bool:
+    # A cache stores heads first; in the other order XLA would copy it. Where t = s keys were just
+    # computed.
+    return call.query.shape[-3] < call.key.shape[-3]
 
 
 def _operands(call: Call) -> tuple[list[Array], list[Array]]:
@@ -143,8 +149,7 @@ def _operands(call: Call) -> tuple[list[Array], list[Array]]:
     """
     intervals, rest = call.mask.split_intervals(*call.shape[2:])
     key, value = call.key, call.value
-    # In the other order XLA would copy them.
-    if call.heads_first:
+    if _heads_first(call):
         key, value = (rearrange(x, "b s k h -> b k s h") for x in (key, value))
     integers = _integers(call, (*intervals, *_segments(rest)))
     return [call.query, key, value, _sinks(call), *integers], _dense(call, rest)

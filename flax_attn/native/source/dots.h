@@ -17,7 +17,7 @@ static inline __m512i fill_pair(const BFloat16* x) {
 // Pair j of rows r and r + 1 of the matrix, that of the second 0 behind the last: each two numbers of a column together.
 struct PairOfRows {
   __m512i first, second;
-  // Adds their products with two numbers of x to two sums. A row of x ends with zeros.
+  // Adds their products with two numbers of x to two sums. A row of x ends with a zero where its width is odd.
   void add_products(const BFloat16* x, Vector& first_sums, Vector& second_sums) const {
     first_sums = add_dots(first_sums, fill_pair(x), first);
     second_sums = add_dots(second_sums, fill_pair(x), second);
@@ -72,5 +72,5 @@ static inline void dot_products(const BPart& part, int64_t row, int64_t width) {
 
 static void copy_row(const BFloat16* from, BFloat16* to, int64_t width, bool) {
   std::copy_n(from, width, to);
-  std::fill(to + width, to + round_up(width, DEEPEST), BFloat16{});
+  if (width % 2) to[width] = BFloat16{};
 }

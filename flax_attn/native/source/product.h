@@ -6,7 +6,7 @@ constexpr int64_t STRIP = ROWS / 4;  // pairs of columns of a matrix (d_in, d_ou
 constexpr int64_t DOTS = ROWS / 2;   // rows of a matrix (d_out, d_in) at a time
 constexpr int64_t DEPTH = 16;        // rows of a matrix (d_in, d_out) that are read side by side,
 constexpr int64_t PAGE = 4096;       // this many bytes of each: memory is quickest where it is read on end
-constexpr int64_t HEIGHT = 4;        // rows of x that are multiplied at once, at most
+constexpr int64_t TILE = 4;          // rows of x that are multiplied at once, at most
 constexpr int64_t DEEPEST = 32;      // DEPTH of a lower type for more rows of x than that, which take longer than reading
 
 // Two vectors of numbers that lie together. Of a lower type, the first gets those at even places and the second the
@@ -32,23 +32,12 @@ static inline void store(float* x, const Pair& y) {
 }
 
 // Where number i of a row of sums is where x is of 16 bits: pairs of rows of the matrix are interleaved four at a time.
-constexpr int64_t place_of_pairs(int64_t i) { return i / 32 * 32 + i % 8 / 4 * 16 + i % 32 / 8 * 4 + i % 4; }
+static inline int64_t place_of_pairs(int64_t i) { return i / 32 * 32 + i % 8 / 4 * 16 + i % 32 / 8 * 4 + i % 4; }
 // Where it is: a matrix of 16 bits is read by even and odd places.
 template <typename T, typename X = float>
-constexpr int64_t place(int64_t i) {
+static inline int64_t place(int64_t i) {
   if (sizeof(X) == 2) return place_of_pairs(i);
   return sizeof(T) != 2 ? i : i / PAIR * PAIR + i % 2 * WIDTH + i % PAIR / 2;
-}
-
-// A pair of sums in the order of the columns.
-template <typename T, typename X, int... I>
-static inline Pair in_order(const Pair& sums, std::integer_sequence<int, I...>) {
-  return {__builtin_shufflevector(sums.first, sums.second, place<T, X>(I)...),
-          __builtin_shufflevector(sums.first, sums.second, place<T, X>(I + WIDTH)...)};
-}
-template <typename T, typename X>
-static inline Pair in_order(const Pair& sums) {
-  return in_order<T, X>(sums, std::make_integer_sequence<int, WIDTH>{});
 }
 
 // x (m, x_row apart), its numbers of type X, @ a part of the matrix.
@@ -63,11 +52,11 @@ struct Part {
   int64_t ahead;  // how many numbers on it is fetched; 0 at the end, as another thread reads what follows
 };
 
-// Calls run(M, row) for M rows from `row` on, HEIGHT at most, so that all are taken; M is known to the compiler.
+// Calls run(M, row) for M rows from `row` on, TILE at most, so that all are taken; M is known to the compiler.
 template <typename Run>
 static inline void by_rows(int64_t m, const Run& run) {
   int64_t row = 0;
-  for (; row + HEIGHT <= m; row += HEIGHT) run(std::integral_constant<int, HEIGHT>{}, row);
+  for (; row + TILE <= m; row += TILE) run(std::integral_constant<int, TILE>{}, row);
   for (; row + 2 <= m; row += 2) run(std::integral_constant<int, 2>{}, row);
   for (; row < m; ++row) run(std::integral_constant<int, 1>{}, row);
 }
@@ -115,16 +104,16 @@ __attribute__((always_inline)) static inline void add_products(const Part<T, X>&
 template <int N, typename T, typename X>
 static inline void add_rows(const Part<T, X>& part, int64_t depth) {
   const auto read = [&](int64_t r, int j) { return right_of(part, r, j, depth); };
-  if (part.m <= HEIGHT)
+  if (part.m <= TILE)
     return by_rows(part.m, [&](auto count, int64_t row) { add_products<count, N>(part, row, depth, read); });
   float wide[DEEPEST * N * PAIR];
-  add_products<HEIGHT, N>(part, 0, depth, [&](int64_t r, int j) {
+  add_products<TILE, N>(part, 0, depth, [&](int64_t r, int j) {
     const auto right = read(r, j);
     store(wide + (r * N + j) * PAIR, right);
     return right;
   });
   const auto kept = [&](int64_t r, int j) { return load_kept(part, wide + (r * N + j) * PAIR); };
-  by_rows(part.m - HEIGHT, [&](auto count, int64_t row) { add_products<count, N>(part, row + HEIGHT, depth, kept); });
+  by_rows(part.m - TILE, [&](auto count, int64_t row) { add_products<count, N>(part, row + TILE, depth, kept); });
 }
 
 template <int N, typename T, typename X>
@@ -151,7 +140,7 @@ static void add_block(Part<T, X> part, int64_t depth, int64_t cols) {
 // The same of any depth.
 template <typename T, typename X>
 static void add_blocks(Part<T, X> part, int64_t depth, int64_t cols) {
-  const bool deep = part.m > HEIGHT && sizeof(T) < sizeof(X);
+  const bool deep = part.m > TILE && sizeof(T) < sizeof(X);
   const int64_t most = deep ? DEEPEST : DEPTH;
   for (; depth > 0; depth -= most, part.x += most, part.matrix += most * part.matrix_row) {
     part.ahead = depth > most ? most * part.matrix_row : 0;
@@ -223,9 +212,9 @@ static void multiply_few(const MatrixProduct& p, Pool& pool) {
   const int64_t page = PAGE / static_cast<int64_t>(sizeof(T));
   const int64_t cols = p.transposed ? round_up(blocks_of(p.d_out, tasks), DOTS) : page;
   const int64_t chunks = blocks_of(p.d_out, cols);
-  const int64_t depth = p.transposed ? p.d_in : round_up(blocks_of(p.d_in, blocks_of(tasks, chunks)), DEEPEST);
+  const int64_t depth = p.transposed ? p.d_in : round_up(blocks_of(p.d_in, blocks_of(tasks, chunks)), DEPTH);
   const int64_t parts = blocks_of(p.d_in, depth);
-  const int64_t x_row = round_up(p.d_in, DEEPEST);
+  const int64_t x_row = round_up(p.d_in, 2);
   float* const sums = scratch(parts * p.m * padded + p.m * x_row);
   X* const x = reinterpret_cast<X*>(sums + parts * p.m * padded);
   for (int64_t i = 0; i < p.m; ++i)
@@ -247,19 +236,11 @@ static void multiply_few(const MatrixProduct& p, Pool& pool) {
     add_blocks(part, std::min(depth, p.d_in - start), count);
   });
   parallel_for(pool, p.m * chunks, parts * p.m * p.d_out, [&](int, int64_t task) {
-    const int64_t i = task / chunks, col = task % chunks * cols, end = std::min(col + cols, p.d_out);
-    const float* const own = sums + i * padded;
-    Result* const result = static_cast<Result*>(p.result) + i * p.d_out;
-    for (int64_t j = col; j < end; j += PAIR) {
-      Pair total = load_pair(own + j);
-      for (int64_t part = 1; part < parts; ++part) {
-        const Pair other = load_pair(own + part * p.m * padded + j);
-        total.first += other.first;
-        total.second += other.second;
-      }
-      if (!p.transposed) total = in_order<T, X>(total);
-      write(result + j, total.first, end - j);
-      if (end - j > WIDTH) write(result + j + WIDTH, total.second, end - j - WIDTH);
-    }
+    const int64_t i = task / chunks, col = task % chunks * cols, count = std::min(cols, p.d_out - col);
+    float* total = sums + i * padded + col;
+    for (int64_t part = 1; part < parts; ++part)
+      for (int64_t j = 0; j < round_up(count, PAIR); ++j) total[j] += total[part * p.m * padded + j];
+    Result* result = static_cast<Result*>(p.result) + i * p.d_out + col;
+    for (int64_t j = 0; j < count; ++j) write(result + j, total[p.transposed ? j : place<T, X>(j)]);
   });
 }

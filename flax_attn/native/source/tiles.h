@@ -12,16 +12,12 @@ constexpr int64_t STRIDE = LANES * 4;    // bytes from a row of a panel to the n
 // Gives this thread tiles of 16 rows of 64 bytes, and takes them away again.
 class TileRegisters {
  public:
-  // Tiles 0 to 2 have fewer rows where `rows` says so.
-  explicit TileRegisters(int64_t rows = SIDE) {
+  TileRegisters() {
     struct alignas(64) {
       uint8_t palette = 1, start = 0, reserved[14] = {};
       uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
       uint8_t rows[16] = {SIDE, SIDE, SIDE, SIDE, SIDE, SIDE, SIDE, SIDE};
     } config;
-    std::fill_n(config.rows, 3, rows);
-    // Compilers take the instruction to read 8 bytes, and may write no others.
-    __asm__ volatile("" : : "m"(config));
     _tile_loadconfig(&config);
   }
   ~TileRegisters() { _tile_release(); }
@@ -30,14 +26,12 @@ class TileRegisters {
 // 32 numbers of a row from number c on, 16 as the low halves of lanes, and pairs of 16 rows on the lanes; zeros beyond the
 // width, or where there is no row.
 static inline __m512i load_pairs(const BFloat16* row, int64_t c, int64_t width) {
-  if (!row || c >= width) return __m512i{};  // a masked load of nothing takes long
-  const int64_t count = std::min(width - c, TERMS);
-  return _mm512_maskz_loadu_epi16(count == TERMS ? ~0u : (1u << count) - 1, row + c);
+  const int64_t count = row ? std::clamp<int64_t>(width - c, 0, TERMS) : 0;
+  return _mm512_maskz_loadu_epi16(count == TERMS ? ~0u : (1u << count) - 1, count ? row + c : row);
 }
 static inline Bits half_bits(const BFloat16* row, int64_t c, int64_t width) {
-  if (!row || c >= width) return Bits{};
-  const int64_t count = std::min(width - c, SIDE);
-  return (Bits)_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16((1u << count) - 1, row + c));
+  const int64_t count = row ? std::clamp<int64_t>(width - c, 0, SIDE) : 0;
+  return (Bits)_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16((1u << count) - 1, count ? row + c : row));
 }
 template <typename Put>
 static inline void for_pair_columns(const BFloat16* const* rows, int64_t width, int64_t pairs, const Put& put) {
